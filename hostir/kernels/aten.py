@@ -1,11 +1,12 @@
-"""The computations of the language in ATen: one function for each, `f(out, *operands, **options)`.
+"""Implement each computation of the language with ATen, as a function `f(out, *operands, **options)`.
 
 Each function writes all of `out`, whatever its strides. It accumulates in f32 or better, unless the user allows torch
 to accumulate in f16 (`allow_fp16_accumulation`). By default torch lets cuBLAS add up the parts of split-K in 16 bits. A
-contraction switches this off for all threads while it issues its product, and then restores the user's setting.
+contraction switches these 16-bit sums off for all threads while it issues its product, and then restores the user's
+setting.
 
-`out` must not share memory with the operands of a contraction or a sum. In elementwise computations it may be one of
-the operands.
+`out` must not share memory with the operands of a contraction or a sum. In an elementwise computation, `out` may be one
+of the operands.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ def matmul(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, addend: torch.Te
 def linear(out: torch.Tensor, a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
     """`out[..., N] = a[..., K] @ weight[N, K]^T + bias[N]`, rounded once.
 
-    As with `torch.nn.functional.linear`, cuBLAS also rounds before it adds the bias if the rows of `out` are not
-    multiples of 16 bytes.
+    If the size of a row of `out` is not a multiple of 16 bytes, cuBLAS rounds twice: before and after it adds the bias.
+    `torch.nn.functional.linear` does the same.
     """
     _contract(out, a, weight.t(), bias)
 
@@ -112,7 +113,8 @@ def sum(
 ) -> None:
     """`out = activation(x.sum(axis) + addend)`, in f32 or better, rounded once.
 
-    Up to IN_ORDER elements are added in their order on a CPU, and on a GPU if there is an addend or an activation.
+    If `axis` has at most IN_ORDER elements, they are added one after another, from the first to the last. On a GPU,
+    this holds only if there is an addend or an activation.
     """
     if 0 < x.shape[axis] <= IN_ORDER and (out.is_cpu or addend is not None or activation):
         add_up(out, x.unbind(axis), addend, activation)
@@ -157,13 +159,14 @@ def scaled_matmul(
     *,
     fast: bool = False,
 ) -> None:
-    """`out[..., n] = bias[n] + sum over k of (a * scale_a)[..., k] (b * scale_b)[k, n]`, rounded once.
+    """`out[..., n] = bias[n] + sum over k of (a * scale_a)[..., k] * (b * scale_b)[k, n]`, rounded once.
 
     `torch._scaled_mm` computes it if it supports the operands. Otherwise it is computed in float64. `fast` is passed to
     `torch._scaled_mm`.
 
-    Tensor-wise and row-wise scales may have G elements along K, each for K/G elements of an operand. This happens if
-    each of G ranks has scaled its shard of K, and the product is computed on the unsharded tensors as a reference.
+    Tensor-wise and row-wise scales may have G elements along K. Each of them belongs to K/G elements of an operand.
+    This happens if each of G ranks has scaled its shard of K, and the product is computed on the unsharded tensors as a
+    reference.
     """
     if out.dtype != torch.float64 and scaled_by_library(out, a, b, scale_a, scale_b, bias, fast=fast):
         return
@@ -203,8 +206,8 @@ def largest(out: torch.Tensor, x: torch.Tensor) -> None:
 def quantize(out: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, *, dtype: str) -> None:
     """`out = x / scale` in fp8, computed in f32, limited to the dtype's range and rounded to nearest even.
 
-    `scale` has as many axes as `x`, each of size 1 or of the size in `x`. The last axis of `scale` may also have one
-    element for each block of a row.
+    `scale` has as many axes as `x`. Each axis has size 1 or the size of the same axis of `x`. The last axis of `scale`
+    may also have one element for each block of a row.
     """
     narrow = FP8[dtype]
     limit = torch.finfo(narrow).max
@@ -224,11 +227,11 @@ BY_CUBLAS = (matmul, linear, scaled_matmul)  # kernels that call cuBLAS
 
 
 def _contract(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """Compute `out = a @ b (+ bias)`, with sums in f32. A bias is a row, or has the shape of `out`.
+    """Compute `out = a @ b (+ bias)`, with sums in f32. `bias` is a vector `[N]`, or it has the shape of `out`.
 
-    Sums in f32 matter most if rows are not multiples of 16 bytes. For such rows cuBLAS chooses other kernels, and it
-    may choose one kernel for a slice of the rows and another for all rows. With 16-bit sums, some of these kernels have
-    1.4 times the error of others.
+    Sums in f32 matter most if the size of a row is not a multiple of 16 bytes. For such rows cuBLAS chooses other
+    kernels, and it may choose one kernel for a slice of the rows and another for all rows. With 16-bit sums, some of
+    these kernels have 1.4 times the error of others.
     """
     setting = _SETTINGS.get(out.dtype)
     if setting is None:

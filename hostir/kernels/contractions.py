@@ -1,8 +1,8 @@
 """The Triton kernels in the tables of `hostir.kernels.table`.
 
-They compute contractions (matmul, linear, scaled matmul), sums, and scales, quotients and norms of rows. There are
-further kernels for contractions and sums: they wait for a flag of each block of rows, and raise a flag after each
-block.
+They compute contractions (matmul, linear and scaled matmul), sums, fp8 scales, quantized rows, and RMS norms. Further
+kernels for contractions and sums work on blocks of rows: they wait for the flag of each block before they read it, and
+they raise a flag after each block that they write.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def sum_by_blocks(
 ) -> Again | None:
     """Compute `out = activation(x.sum(axis) + addend)` in Triton. Return the same as `hostir.kernels.reduce.add_up`.
 
-    With `ready`, the kernel waits for the flags of each block of rows. With `done`, it raises a flag after each block.
+    With `ready`, the kernel waits for the flags of each block of rows before it reads the block. With `done`, it raises
+    a flag after each block that it writes.
     """
     from hostir.kernels.reduce import add_up  # loads Triton: only where it is used
 
@@ -115,8 +116,8 @@ def _by_blocks(right_side: RightSide) -> Kernel:
     """Return a kernel that computes a contraction, waits for the flags of `ready` and raises the flags of `done`.
 
     The kernel computes a block of rows once the block's flag has risen. `own_rows` replace block `ready.first`, which
-    needs no flag. If the leading axes of `a` and `out` merge, the kernel is one launch. Otherwise it is several
-    launches, and a last launch that raises all flags of `done`.
+    needs no flag. If the leading axes of `a` and `out` merge, the kernel is one launch. Otherwise the kernel launches
+    several times, and the last launch raises all flags of `done`.
 
     The kernel raises HostIRError if the leading axes do not merge and the blocks do not fit the slices of the outermost
     axis (see `_contract_ready`).
@@ -158,8 +159,8 @@ def _scaled_matmul_by_blocks(
 ) -> Again | None:
     """Compute a scaled matmul as a kernel from `_by_blocks` does.
 
-    Raises HostIRError if `ready` is set and the scales of the rows have no single stride. The kernel would have to copy
-    such scales before the rows arrive.
+    Raises HostIRError if `ready` is set and the scales of the rows are not at equal distances in memory. The kernel
+    would have to copy such scales before the rows arrive.
     """
     if ready is not None and scale_a.numel() > 1 and rows(scale_a) is None:
         raise error(
@@ -170,9 +171,10 @@ def _scaled_matmul_by_blocks(
 
 
 def _pushed(right_side: RightSide) -> Kernel:
-    """Return a kernel that computes a contraction and makes the copies of `pushed`: pieces of `out` to peers.
+    """Return a kernel that computes a contraction, and copies pieces of `out` to peers.
 
-    `out` must be contiguous. If the leading axes of `a` do not merge, a second launch makes the copies.
+    The kernel's option `pushed` names the pieces. `out` must be contiguous. If the leading axes of `a` do not merge, a
+    second launch makes the copies.
     """
 
     def kernel(
@@ -211,8 +213,8 @@ def _contract_ready(
 
     If the leading axes of `a` and `out` merge into `[batch, rows]`, one launch computes everything, and waits for each
     block. Otherwise there is one launch for each slice of the outermost axis. The slice that holds block `ready.first`
-    comes first. Each slice must then consist of complete blocks, or each block must consist of complete slices.
-    Otherwise this raises HostIRError.
+    comes first. Each slice must then consist of complete blocks, or each block must consist of complete slices. If not,
+    this function raises HostIRError.
 
     With `own_rows`, there is one launch for everything if blocks consist of complete batches, or if there is only one
     batch. Otherwise there is at least one launch for each block.
@@ -252,7 +254,10 @@ def _contract_ready(
 
 
 def _of_block(ready: ReadyFlags, block: int) -> ReadyFlags:
-    """Return the flags of one block, for a launch that is not the first and so overlaps no other kernel."""
+    """Return `ready` with the flag of one block only, for a launch after the first one.
+
+    Such a launch overlaps no other kernel, so `overlapped_sms` of the result is 0.
+    """
     one = slice(block, block + 1)
     return replace(ready, flags=ready.flags[one], timeouts=ready.timeouts[one], first=0, overlapped_sms=0)
 
@@ -260,7 +265,8 @@ def _of_block(ready: ReadyFlags, block: int) -> ReadyFlags:
 def _in_complete_batches(out: torch.Tensor, a: torch.Tensor, blocks: int) -> bool:
     """Return True if one launch can read `own_rows` in place.
 
-    The leading axes must merge into `[batch, rows]`. Either there is only one batch, or each block is complete batches.
+    The leading axes must merge into `[batch, rows]`. Either there must be only one batch, or each block must consist of
+    complete batches.
     """
     levels = collapse(a.shape[:-1], a.stride()[:-1], out.stride()[:-1])
     return len(levels) < 2 or (len(levels) == 2 and levels[0][0] % blocks == 0)
@@ -330,7 +336,7 @@ BY_CUBLAS: tuple[Kernel, ...] = (*aten.BY_CUBLAS, scaled_matmul_of_either)
 
 
 def _merges(out: torch.Tensor, a: torch.Tensor) -> bool:
-    """Return True if the leading axes merge into the `[batch, rows]` that one launch of the Triton kernel takes."""
+    """Return True if the leading axes merge into at most two axes `[batch, rows]`, so that one launch suffices."""
     return len(collapse(a.shape[:-1], a.stride()[:-1], out.stride()[:-1])) <= 2
 
 

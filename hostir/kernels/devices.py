@@ -113,10 +113,10 @@ def bind_thread(device: torch.device) -> None:
 
 
 class Compiled:
-    """A compiled Triton kernel that is launched without Triton's search for it.
+    """A compiled Triton kernel that can be launched directly, without Triton's own launch code.
 
     Triton's launch inspects every argument to find the compiled kernel, and encodes every descriptor. This class calls
-    the compiled kernel directly, with descriptors that were encoded before. That saves most of the host time.
+    the compiled kernel directly, and passes descriptors that are already encoded. That saves most of the host time.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -137,9 +137,11 @@ class Compiled:
         return KernelLaunch.of(self._kernel)
 
     def encoded(self, number: int, descriptor: TensorDescriptor) -> Sequence[Any]:
-        """Return the kernel arguments that encode a TMA descriptor, the kernel's descriptor with index `number`.
+        """Return the encoded form of `descriptor`, as arguments of the kernel.
 
-        They hold the address of the tensor, but do not keep the tensor alive.
+        `number` is the index of the descriptor among the descriptors of the kernel.
+
+        The arguments hold the address of the descriptor's tensor, but do not keep the tensor alive.
         """
         return tuple(self._encode(descriptor, self._described[number] if self._described else None))
 
@@ -159,7 +161,7 @@ class Compiled:
 
 
 class TooLargeError(HostIRError):
-    """A kernel needs more shared memory or threads than a device has."""
+    """The error of a kernel that needs more shared memory or threads than a device has."""
 
 
 def load(kernel: Any, arguments: Sequence[Any], options: Mapping[str, Any]) -> Compiled | None:
@@ -270,8 +272,8 @@ class StandIn(torch.Tensor):
     def _like(cls, x: torch.Tensor, known: Mapping[int, StandIn]) -> StandIn:
         """Return a stand-in for the meta tensor `x`, the result of an operation on the stand-ins `known`.
 
-        `known` has the operands by their storage. If `x` is a view of an operand, it gets the operand's origin, else
-        address 0. It gets the device of the first operand.
+        `known` maps the storage of each operand to the operand. If `x` is a view of an operand, the stand-in gets the
+        origin of this operand; else its origin is 0. The stand-in gets the device of the first operand.
         """
         standin, other = x.as_subclass(cls), known.get(_storage(x))
         standin.place = next(iter(known.values())).place
@@ -280,7 +282,10 @@ class StandIn(torch.Tensor):
 
 
 def _bare(x: Any, known: dict[int, StandIn]) -> Any:
-    """Return an argument of an operation with all tensors replaced by plain meta tensors; add stand-ins to `known`."""
+    """Return the argument `x` of an operation, in which plain meta tensors replace all tensors.
+
+    Each stand-in that is replaced is added to `known`, by its storage.
+    """
     if isinstance(x, StandIn):
         known[_storage(x)] = x
         return x.as_subclass(torch.Tensor)

@@ -1,4 +1,4 @@
-"""Layouts of tensors for kernels: merged axes, views of rows and blocks of rows, strides of TMA descriptors.
+"""Layouts of tensors for kernels: merged axes, views of rows and of blocks of rows, and strides of TMA descriptors.
 
 The module also has a pool of small device arrays that kernels read.
 """
@@ -40,7 +40,10 @@ def collapse(shape: Sequence[int], *strides: Sequence[int]) -> list[tuple[int, .
 
 
 def rows(t: torch.Tensor) -> torch.Tensor | None:
-    """Return `t[..., K]` as a view `[M, K]` of its flattened leading axes; None if its rows have no single stride."""
+    """Return `t[..., K]` as a view `[M, K]`, with its leading axes flattened.
+
+    Return None if there is no such view, because the rows are not at equal distances in memory.
+    """
     if t.ndim == 2:
         return t
     if t.is_contiguous() and t.shape[-1]:  # the same result as below, in a quarter of the time
@@ -53,7 +56,7 @@ def rows(t: torch.Tensor) -> torch.Tensor | None:
 
 
 def rows_or_copy(t: torch.Tensor) -> torch.Tensor:
-    """Return `t[..., K]` as `[M, K]`: a view if its rows have a single stride, else a dense copy."""
+    """Return `t[..., K]` as `[M, K]`: a view if the rows are at equal distances in memory, else a contiguous copy."""
     flat = rows(t)
     return t.reshape(-1, t.shape[-1]) if flat is None else flat
 
@@ -61,9 +64,10 @@ def rows_or_copy(t: torch.Tensor) -> torch.Tensor:
 def row_pieces(
     parts: Sequence[tuple[torch.Tensor, int]], count: int, cuts: Iterable[int] = ()
 ) -> list[tuple[int, tuple[torch.Tensor, ...]]]:
-    """Cut `count` rows of several tensors into the same pieces, so that each piece has one row stride in every tensor.
+    """Cut `count` rows of several tensors into the same pieces, so that each piece is one view in every tensor.
 
-    Rows are the flattened leading axes.
+    Rows are counted along the flattened leading axes. Within a piece, the rows of a tensor are at equal distances in
+    memory.
 
     Args:
         parts: the tensors, of any layouts, each with the index of its first row to take.
@@ -87,9 +91,11 @@ def row_pieces(
 
 
 def _rows_at(t: torch.Tensor, levels: Sequence[tuple[int, ...]], start: int, count: int) -> torch.Tensor:
-    """Return rows `[start, start + count)` of `t` as a view `[count, K]`. These rows must have a single stride.
+    """Return rows `[start, start + count)` of `t` as a view `[count, K]`.
 
-    `levels` are the merged leading axes of `t`, from `collapse`.
+    These rows must be at equal distances in memory.
+
+    `levels` are the merged leading axes of `t`, as `collapse` returns them.
     """
     left, offset = start, int(t.storage_offset())
     for size, stride in reversed(levels):
@@ -99,10 +105,11 @@ def _rows_at(t: torch.Tensor, levels: Sequence[tuple[int, ...]], start: int, cou
 
 
 def block_of(x: torch.Tensor, other: torch.Tensor, block: int, blocks: int) -> list[torch.Tensor]:
-    """Return the rows of one block of `x` as views: block `block` of `blocks` equal blocks.
+    """Return the rows of one block of `x` as views. `block` is the index of the block among `blocks` equal blocks.
 
-    Returns one view `[rows, K]` if the rows of both tensors have a single stride, else several views. `other` must have
-    the same leading axes as `x`. So a call with the tensors swapped cuts the block in the same way.
+    Returns one view `[rows, K]` if the block's rows are at equal distances in memory in `x` and also in `other`, else
+    several views. `other` must have the same leading axes as `x`. A call with `x` and `other` swapped cuts the block in
+    the same way.
     """
     flat = rows(x)
     if flat is not None and rows(other) is not None:
@@ -196,7 +203,8 @@ class Words:
 
     Args:
         device: the device of the arrays.
-        owners: the expected number of owners (kernels) alive at a time. The pool allocates that many arrays at once.
+        owners: the expected number of owners (kernels) that are alive at a time. The pool allocates that many arrays at
+            once.
     """
 
     def __init__(self, device: torch.device, owners: int) -> None:
@@ -207,8 +215,8 @@ class Words:
         """Return an int64 array with these numbers, aligned to 128 bytes.
 
         The array returns to the pool when `owner` is garbage-collected. The numbers are copied on the current stream,
-        and the host does not wait. The caller must order this copy after all work of earlier owners of the array. Each
-        `place` has separate memory: a plan uses one place for each of its kernels.
+        and the host does not wait. The caller must order this copy after all work of earlier owners of the array.
+        Arrays of different places never share memory. A plan uses one place for each of its kernels.
         """
         size = -(-len(numbers) // 16) * 16
         free = self.free.setdefault((place, size), [])

@@ -30,7 +30,10 @@ def _rms_norm_kernel(
     WIDTH: tl.constexpr,
     ONCE: tl.constexpr,
 ):
-    """Normalize a row and multiply it by the weight. Load `WIDTH` elements at a time. ONCE: `WIDTH` covers the row."""
+    """Normalize a row and multiply it by the weight.
+
+    The program loads `WIDTH` elements at a time. ONCE is True if `WIDTH` elements cover the row.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH)
     read = to_float32(tl.load(x + row * x_row + column.to(tl.int64) * x_column, mask=column < columns, other=0.0))
@@ -55,7 +58,8 @@ def _rms_norm_kernel(
 def rms_norm(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None = None, *, eps: float) -> None:
     """Compute `out = x / sqrt(mean(x^2) + eps) * weight` for each row of `x` in Triton, in f32, rounded once.
 
-    ATen computes it for f64, for tensors without elements, and for rows without a single stride.
+    ATen computes the result instead if `x` has a dtype that Triton's kernels do not take (such as f64), if `x` has no
+    elements, or if the rows of `x` or `out` are not at equal distances in memory.
     """
     flat, flat_out = rows(x), rows(out)
     if flat is None or flat_out is None or x.dtype not in DTYPES or not x.numel():

@@ -1,8 +1,8 @@
 """Parameters of compiled Triton kernels in the form that the CUDA driver takes.
 
-Only this module knows how Triton passes arguments. Triton 3.6 and 3.7 do it alike: they pass all arguments except
-constants, in order, with tuples flattened. A tensor descriptor becomes a tensor map, sizes and strides. Two pointers to
-scratch memory come last.
+Only this module knows how Triton passes arguments. Triton 3.6 and 3.7 do it in the same way: they flatten tuples, leave
+out constants, and pass all other arguments in order. A tensor descriptor becomes a tensor map, sizes and strides. Two
+pointers to scratch memory come last.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class KernelLaunch:
 
 
 def parameter_types(signature: Any, described: Any) -> tuple[Any, ...]:
-    """Return the types of a kernel's parameters as Triton's names, nested in tuples as a launch nests its arguments.
+    """Return Triton's names of the types of a kernel's parameters, nested in tuples like the arguments of a launch.
 
     Constants are included, with the type `constexpr`. A tensor descriptor becomes a tensor map, sizes and strides.
     Raises TypeError for a tensor descriptor without a tensor map.
@@ -109,7 +109,7 @@ def parameter_types(signature: Any, described: Any) -> tuple[Any, ...]:
 
 
 def flat(types: Sequence[Any], arguments: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the type and the value of each parameter, with tuples flattened. Skip constants: they are no parameters."""
+    """Yield the type and the value of each parameter. Flatten tuples, and skip constants, which are not parameters."""
     if len(types) != len(arguments):
         raise TypeError(f"{len(arguments)} arguments for {len(types)} parameters")
     for each, value in zip(types, arguments, strict=True):

@@ -1,4 +1,4 @@
-"""Sums over one axis in Triton, for example of the partial results that a reduce-scatter has received."""
+"""Sum over one axis in Triton, for example over the partial results that a reduce-scatter has received."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def _reduce_sum_kernel(
 ):
     """Compute `out[p, q] = sum over r of x[p, q, r]`. A program computes `BQ` elements of `out` for one `p`.
 
-    P, Q and R are the sizes of the axes; `x_p` to `out_q` are strides. BR: elements that are loaded at a time along R.
-    WIDE: accumulate in float64.
+    P, Q and R are the sizes of the axes, and `x_p` to `out_q` are strides. BR is the number of elements along R that
+    are loaded at a time. If WIDE is True, the sum is accumulated in float64.
     """
     tiles = tl.cdiv(Q, BQ)
     program = tl.program_id(0).to(tl.int64)
@@ -91,7 +91,7 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 class SumPart(NamedTuple):
-    """A tensor that the kernel reads or writes: a pointer, and the strides of its merged axes, outermost first."""
+    """A tensor that the kernel reads or writes: its address, and the strides of its merged axes, outermost first."""
 
     base: Any
     strides: Any
@@ -103,15 +103,16 @@ class SumConstants(NamedTuple):
     Fields:
         SOURCES: the number of sources.
         UNROLLED: all sources are loaded before any is added.
-        OWN: the source that `own_rows` replace; -1 without them.
-        BLOCK: elements that a program adds at a time.
-        VECTOR: the elements in 16 bytes, if all sizes, strides and addresses are multiples of 16 bytes; else 1.
+        OWN: the source that `own_rows` replace; -1 if there are no `own_rows`.
+        BLOCK: the number of elements of the output that a program computes at a time.
+        VECTOR: the number of elements in 16 bytes, if all sizes, strides and addresses are multiples of 16 bytes; else
+            1.
         AXES: the number of axes into which the axes of the output were merged.
-        READY: the number of flags that a block waits for, one for each source, rounded up to a power of 2; 0 without
-            ready flags.
+        READY: 0 without ready flags. Otherwise the number of flags that a block waits for, rounded up to a power of 2.
+            A block waits for one flag of each source.
         DONE: the kernel raises completion flags of blocks.
         OVERLAPS: the kernel may have started before the previous kernel of the stream has ended.
-        WIDE: accumulate in float64.
+        WIDE: sums are accumulated in float64.
         ACTIVATION: the function that is applied at the end; empty for none.
     """
 
@@ -142,7 +143,10 @@ def _offset(part, sizes, place, C: tl.constexpr):
 
 @triton.jit
 def _pointers(part, at, number, C: tl.constexpr):
-    """Return pointers to the elements `number` of the last axis, counted from the element at offset `at`."""
+    """Return pointers to elements of one run along the last axis. The run begins at offset `at` in memory.
+
+    `number` holds the index of each element in the run.
+    """
     AXES: tl.constexpr = C.AXES
     # Rounding changes nothing, but tells the compiler that 16 bytes can be moved at a time.
     return part.base + at // C.VECTOR * C.VECTOR + number * part.strides[AXES - 1]
@@ -150,7 +154,10 @@ def _pointers(part, at, number, C: tl.constexpr):
 
 @triton.jit
 def _load(part, at, number, mask, C: tl.constexpr):
-    """Load elements as in `_pointers` and widen them. The load bypasses L1, because each element is read only once."""
+    """Load the elements that `_pointers` points to, and convert them to the type in which sums are accumulated.
+
+    The load bypasses L1, because each element is read only once.
+    """
     x = tl.load(_pointers(part, at, number, C), mask=mask, other=0.0, cache_modifier=".cg")
     return to_float32(x).to(tl.float64 if C.WIDE else tl.float32)
 
@@ -208,7 +215,7 @@ def _add_sources(x, own_rows, addend, out, sizes, place, size, step, C: tl.const
 
 @triton.jit
 def _wait_for_sources(awaited, polls, block, C: tl.constexpr):
-    """Wait for a block of every source except OWN. Return the polls that are left, 0 if the program has given up."""
+    """Wait for a block of every source except source OWN. Return the number of polls left; 0 if the program gave up."""
     source = tl.arange(0, C.READY)
     needed = (source < C.SOURCES) & (source != C.OWN)
     _, polls = poll(awaited, polls, source * awaited.blocks + block, needed, needed)
@@ -217,9 +224,9 @@ def _wait_for_sources(awaited, polls, block, C: tl.constexpr):
 
 @triton.jit
 def _count_pieces(raised, block, needed, more):
-    """Wait until this program's stores are in memory, and then count `more` pieces of a block of `needed` pieces.
+    """Wait until this program's stores are in memory, and then count `more` pieces of a block as stored.
 
-    See `count` for `more` and for the flag.
+    The block has `needed` pieces. `count` describes `more`, and raises the flag of a complete block.
     """
     block = stores_ended(block, 1, False) + tl.arange(0, 1)
     count(raised, block, block >= 0, needed, more)
@@ -287,8 +294,9 @@ class SumLaunch:
         programs: size of the grid.
         sizes: sizes of the merged axes of the output.
         strides: strides of x, `own_rows`, the addend (None without) and the output.
-        numbers: the kernel's arguments from `step` to `length`.
-        waits, raises, blocks: the kernel's arguments of these names. waits and raises are None without flags.
+        numbers: the values of the kernel's parameters `step`, `segments` and `length`.
+        waits, raises, blocks: the values of the kernel's parameters with these names. `waits` is None without ready
+            flags, and `raises` is None without completion flags.
         constants: the kernel's compile-time constants.
         options: Triton's compile options.
     """
@@ -350,7 +358,8 @@ class SumLaunch:
     def _counts(self, stream: int) -> torch.Tensor | None:
         """Return the memory in which one launch on a stream counts the stored pieces of each block.
 
-        It is an int64 for each block with a completion flag, and all 0. Returns None without completion flags.
+        The tensor has an int64 for each block with a completion flag. All its elements are 0. Returns None without
+        completion flags.
         """
         if self.raises is None:
             return None
@@ -364,7 +373,10 @@ class SumLaunch:
         done: DoneFlags | None,
         pointer: Callable[[torch.Tensor], Any],
     ) -> tuple[Any, ...]:
-        """Return the kernel's arguments before `counts`. `pointer` converts a tensor to an argument."""
+        """Return the arguments for the kernel's parameters that precede `counts`.
+
+        `pointer` converts a tensor to an argument.
+        """
         pairs = zip(tensors, self.strides, strict=True)
         parts = [None if t is None else SumPart(pointer(t), strides) for t, strides in pairs]
         waits: tuple[Any, ...] = (None,) * 5
@@ -414,7 +426,7 @@ def _prepare(
     done: DoneFlags | None,
     own_rows: torch.Tensor | None,
 ) -> SumLaunch:
-    """Return a prepared launch for tensors and flags with the layouts of these arguments, as in `_sum_sources`."""
+    """Return a prepared launch. It serves all calls of `_sum_sources` with arguments of the same layouts."""
     device = out.device
     waits = None if ready is None else len(ready.flags) // len(x)
     raises = None if done is None else len(done.flags)
@@ -476,8 +488,9 @@ def reduce_sum(
 ) -> torch.Tensor:
     """Compute `out = activation(x.sum(axis) + addend)` on the current stream; return `out`.
 
-    Sums are accumulated in float32. Sums of float32 inputs are accumulated in float64, because a plain loop in float32
-    would be less accurate than torch's cascade. This costs no time, because the sum is bound by memory bandwidth.
+    Sums of 16-bit inputs are accumulated in float32. Sums of float32 inputs are accumulated in float64, because a plain
+    loop in float32 would be less accurate than torch's cascade. Float64 costs no time here, because memory bandwidth
+    limits the kernel.
 
     Args:
         x: a tensor of bfloat16, float16 or float32, with any shape and strides.
@@ -489,17 +502,17 @@ def reduce_sum(
         ready: flags for equal blocks of the flattened rows of `x`, which may still arrive. The sources are the indices
             of axis 0; each has the same number of flags. A block of `out` waits for the same block of every source.
             Results are bitwise equal to a sum without flags. If a block does not arrive, the kernel reports it in
-            `ready.timeouts`. Blocks of `out` that need it are then not written, or only in part. The same holds for
-            blocks that the same programs would have computed later.
+            `ready.timeouts`. Blocks of `out` that need the missing block are then not written, or only in part. The
+            same holds for blocks that the same programs would have computed later.
         done: completion flags for equal blocks of the flattened rows of `out`. The kernel raises each flag once its
             block is stored. Blocks are computed in order, from `done.first` on. But with `ready`, they are computed
             from block 0 on.
         own_rows: rows that replace source `ready.source`, which the kernel does not wait for. They may have any shape
             with the same number of rows and the same last axis.
 
-    Up to MAX_SOURCES sources are added in their order, unless they are neighbours in memory. The order of summation
-    depends on shapes and strides alone, so results repeat bit for bit. Raises TypeError for a dtype, and ValueError for
-    a shape, an axis, a device or flags that do not fit.
+    Sources are added in their order if there are at most MAX_SOURCES of them and they are not neighbours in memory. In
+    all cases, the order of summation depends only on shapes and strides, so results repeat bit for bit. Raises
+    TypeError for a dtype, and ValueError for a shape, an axis, a device or flags that do not fit.
     """
     add_up(x, out, axis, addend=addend, activation=activation, ready=ready, done=done, own_rows=own_rows)
     return out
@@ -614,7 +627,8 @@ def _check_blocks(
 def adds_in_order(x: torch.Tensor, out: torch.Tensor, axis: int) -> bool:
     """Return True if `sum_kernel` suits a sum without flags.
 
-    It suits at most MAX_SOURCES sources that are further apart in memory than the elements of each source.
+    There must be at most MAX_SOURCES sources. The distance in memory between two sources must be at least the distance
+    between neighbouring elements of a source.
     """
     kept = [i for i in range(x.ndim) if i != axis]
     levels = collapse(out.shape, [x.stride(i) for i in kept], out.stride())

@@ -23,8 +23,8 @@ def repeating(kernel: Kernel, **options: Any) -> Callable[..., None]:
     """Return a kernel that remembers its calls by the addresses of its tensors.
 
     The tensors must have the same layouts in every call. `kernel` may return a function that repeats its call for
-    tensors at the same addresses, on the stream that is current at that time. If all addresses of a new call are known,
-    only that function is called. The function keeps no tensor alive.
+    tensors at the same addresses, on the stream that is current at that time. If a later call has the same addresses as
+    a remembered call, only that function is called. The function keeps no tensor alive.
     """
     known: dict[tuple[int, ...], Again] = {}
 

@@ -37,17 +37,17 @@ def scaled_matmul(
         a: `[..., K]` of float8_e4m3fn or float8_e5m2.
         b: `[K, N]` of float8_e4m3fn or float8_e5m2. Tensor cores read 8-bit operands along K. If `b` is not contiguous
             along K, each call copies it.
-        scale_a: float32. Either one element, or the shape of `a` with 1 (row-wise) or `K / 128` (block-wise) in the
-            place of K. With `ready`, the kernel reads the scales of a row after it has waited for the row. `scale_a`
-            also holds the scales of `own_rows`.
-        scale_b: float32. Either one element, or `[1, N]`, or block-wise `[K / 128, N / 128]`, where `N / 128` is
-            rounded up.
+        scale_a: float32, either with one element, or with the shape of `a` in which 1 (row-wise) or `K / 128`
+            (block-wise) replaces K. With `ready`, the kernel reads the scales of a row after it has waited for the row.
+            `scale_a` also holds the scales of `own_rows`.
+        scale_b: float32, either with one element, or with the shape `[1, N]` (row-wise) or `[K / 128, N / 128]`
+            (block-wise), where `N / 128` is rounded up.
         bias: `[N]` of any type that `out` may have, added before rounding.
-        fast: let tensor cores add up all products along K. On Hopper, their sums have fewer bits than float32. If
-            `fast` is False or scales are block-wise, tensor cores add up 128 products at a time, and these sums are
-            added in float32.
+        fast: True to let tensor cores add up all products along K. On Hopper, sums in tensor cores have fewer bits than
+            float32. If `fast` is False or scales are block-wise, tensor cores add up 128 products at a time, and these
+            sums are added in float32.
         ready, done, own_rows, use_descriptors, tile: as in `hostir.kernels.matmul.matmul.matmul`. With block-wise
-            scales, the columns and steps of the tile must divide 128.
+            scales, `n` and `k` of the tile must divide 128.
 
     Returns the same as `hostir.kernels.matmul.matmul.multiply`. Raises TypeError and ValueError as `matmul` does, and
     for scales that do not fit, or a GPU without tensor cores for 8-bit floats.

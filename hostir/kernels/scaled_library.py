@@ -32,8 +32,8 @@ def scaled_by_library(
 ) -> bool:
     """Compute `scaled_matmul` by `torch._scaled_mm` and return True; or return False and write nothing.
 
-    Returns False on a CPU, if the library does not support the operands, and if it would need a copy of an operand or
-    of the result.
+    Returns False on a CPU, if `torch._scaled_mm` does not support the operands, and if it would need a copy of an
+    operand or of the result.
     """
     K, N = a.shape[-1], b.shape[1]
     if not out.is_cuda or out.numel() == 0 or K == 0 or K % _QUANTUM or N % _QUANTUM:
@@ -64,7 +64,7 @@ def _scales_of_library(
 ) -> ScalePair | None:
     """Return the scales in the layouts that `torch._scaled_mm` reads.
 
-    Returns None if it does not support these scales, or does not support them together with this bias.
+    Returns None if `torch._scaled_mm` does not support these scales, or does not support them together with this bias.
     """
     of_bias = out.dtype if bias is None else bias.dtype
     if scale_a.numel() == scale_b.numel() == 1:

@@ -1,6 +1,7 @@
 """Scales of 8-bit operands in the shapes that kernels read, and a reference of the scaled matmul in float64.
 
-Scales are tensor-wise (one for each operand), row-wise (one for each row of a and each column of b) or block-wise.
+Scales are tensor-wise (each operand has one scale), row-wise (each row of a and each column of b has a scale) or
+block-wise (each block of an operand has a scale).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def flat_scales(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b
     """Return the scales of the operands `a` `[..., K]` and `b` `[K, N]` in the shapes that kernels read.
 
     The scales of `a` become `[rows, 1]`, or block-wise `[rows, K / 128]`. The scales of `b` become `[1, N]`, or stay
-    block-wise. Both results are views if the rows of `scale_a` have a single stride.
+    block-wise. Both results are views if the rows of `scale_a` are at equal distances in memory.
 
     Raises TypeError unless scales are float32, and ValueError if their shapes do not fit.
     """

@@ -1,4 +1,4 @@
-"""Tables of kernels. There is a table for each policy and type of device. It has a kernel for each computation."""
+"""Tables of kernels. Each policy has a table for each type of device. Each table has a kernel for each computation."""
 
 from __future__ import annotations
 
@@ -28,27 +28,29 @@ def kernel_table(policy: str, device_type: str) -> Mapping[str, Kernel]:
 
     Call a kernel as `table[name](out, *operands, **options)`, with the options of the statement. The policies:
 
-    - `aten`: everything in ATen, which calls cuBLAS for contractions on `cuda`.
-    - `cublas`: as `aten`, but some kernels are in Triton: sums of few tensors, sums with flags, and norms, scales and
-      quotients of rows.
-    - `auto`: as `cublas`, but contractions with flags are also in Triton.
-    - `triton`: contractions, sums, and norms, scales and quotients of rows in Triton, the rest in ATen.
+    - `aten`: ATen computes everything. It calls cuBLAS for contractions on `cuda`.
+    - `cublas`: Triton kernels compute sums of few tensors, sums with flags, RMS norms, fp8 scales, and quantized rows.
+      ATen computes the rest.
+    - `auto`: the same as `cublas`, but Triton kernels also compute contractions with flags.
+    - `triton`: Triton kernels compute contractions, sums, RMS norms, fp8 scales, and quantized rows. ATen computes the
+      rest.
 
     On a CPU, or without Triton, `cublas` and `auto` are the same as `aten`. On `cuda`, ATen lacks some fp8 products. If
-    Triton is installed, it computes them with every policy. Raises HostIRError for an unknown policy, and if Triton
-    cannot run on the device.
+    Triton is installed, Triton kernels compute these products with every policy. Raises HostIRError for an unknown
+    policy, and if Triton cannot run on the device.
 
-    A result in f64 needs the kernels from `kernels_for`. Kernels in `REPEATABLE` may return a function that repeats the
-    call, see `repeating`.
+    For results in f64, use the kernels that `kernels_for` returns. Kernels in `REPEATABLE` may return a function that
+    repeats the call, see `repeating`.
 
     Some tables also have kernels with flags: they wait for flags of blocks of rows, or raise such flags. They take the
     options `ready`, `done` and `own_rows`:
 
-    - `sum_by_blocks`: with `triton`, and with `auto` and `cublas` on `cuda` if Triton is installed.
-    - `matmul_by_blocks`, `linear_by_blocks` and `scaled_matmul_by_blocks`: with `triton`, and with `auto` on `cuda` if
-      Triton is installed.
+    - `sum_by_blocks`, with the policy `triton`, and with `auto` and `cublas` on `cuda` if Triton is installed.
+    - `matmul_by_blocks`, `linear_by_blocks` and `scaled_matmul_by_blocks`, with the policy `triton`, and with `auto` on
+      `cuda` if Triton is installed.
 
-    Without such a kernel, the executor waits for flags, computes block by block, and raises flags.
+    If a table lacks such a kernel, the executor itself waits for the flags, computes block by block, and raises the
+    flags.
 
     With `triton`, the kernels `matmul_pushed`, `linear_pushed` and `scaled_matmul_pushed` also copy a result of few
     rows to peers. They take the option `pushed`.
@@ -68,5 +70,8 @@ def kernel_table(policy: str, device_type: str) -> Mapping[str, Kernel]:
 
 
 def kernels_for(table: Mapping[str, Kernel], result: torch.dtype) -> Mapping[str, Kernel]:
-    """Return the kernels for results of dtype `result`: ATen's for f64, which Triton's do not support, else `table`."""
+    """Return the kernels for results of dtype `result`.
+
+    For f64 these are ATen's kernels, because Triton's kernels do not support f64. For other dtypes it is `table`.
+    """
     return aten.KERNELS if result == torch.float64 else table

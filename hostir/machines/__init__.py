@@ -1,1 +1,1 @@
-"""Machines that run a program: simulated ranks, CPU processes, GPUs."""
+"""Machines that run programs: simulated ranks in one process, CPU processes, and GPUs."""

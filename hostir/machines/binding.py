@@ -75,9 +75,9 @@ def bind_compute(op: ComputeOp, registers: list[Any], kernel: Kernel) -> Step:
 
 
 def place(outs: Sequence[Part], homes: Sequence[int], registers: list[Any]) -> None:
-    """Put the caller's output tensors into the registers of the buffers that they replace. Called before a run.
+    """Put the caller's output tensors into the registers of the buffers that they replace. This is called before a run.
 
-    `homes` has one register for each output; NONE if the caller's tensor replaces no buffer.
+    `homes` holds a register for each output. It is NONE if the caller's tensor replaces no buffer.
     """
     for home, x in zip(homes, outs, strict=True):
         if home != NONE:
@@ -85,7 +85,10 @@ def place(outs: Sequence[Part], homes: Sequence[int], registers: list[Any]) -> N
 
 
 def deliver(outs: Sequence[Part], outputs: Sequence[int], registers: Sequence[Any]) -> tuple[Part, ...]:
-    """Copy the outputs that are not in the caller's tensors yet; return the caller's tensors. Called after a run."""
+    """Copy the outputs to the caller's tensors, and return these tensors. This is called after a run.
+
+    Outputs that the run has already written to the caller's tensors are not copied.
+    """
     for register, x in zip(outputs, outs, strict=True):
         if x is not None and x is not registers[register]:
             x.copy_(registers[register])
@@ -95,13 +98,13 @@ def deliver(outs: Sequence[Part], outputs: Sequence[int], registers: Sequence[An
 def compute_block(
     op: ComputeOp, registers: Sequence[Any], kernel: Kernel, block: int, blocks: int, add_up: AddUp | None = None
 ) -> None:
-    """Compute one of `blocks` equal blocks of the rows of a product or a sum.
+    """Compute one block of the rows of a product or a sum. The rows are split into `blocks` equal blocks.
 
-    Machines without a kernel that waits for flags or raises flags compute block by block.
+    A machine computes block by block if it has no kernel that waits for flags or raises flags.
 
-    `add_up` is for a sum in which `own_rows` replace one source, so that the sources are in two tensors. It adds the
-    sources where they are, with the same bits as the sum of unsplit tensors. Without `add_up`, the sources are first
-    copied into one tensor.
+    `add_up` is a function for sums in which `own_rows` replace one source, so that the sources are in two tensors. It
+    reads the sources where they are in memory, and its result has the same bits as the sum of unsplit tensors. If
+    `add_up` is None, the sources are first copied into one tensor.
     """
     if op.computation == "sum":
         _sum_block(op, registers, kernel, block, blocks, add_up)
@@ -131,7 +134,10 @@ def compute_block(
 def _sum_block(
     op: ComputeOp, registers: Sequence[Any], kernel: Kernel, block: int, blocks: int, add_up: AddUp | None
 ) -> None:
-    """Compute one block of the rows of a sum, with the same bits as the sum of unsplit tensors. See `compute_block`."""
+    """Compute one block of the rows of a sum. The result has the same bits as the sum of unsplit tensors.
+
+    The arguments are as in `compute_block`.
+    """
     out, x, ready = registers[op.out], registers[op.operands[0]].movedim(op.options["axis"], 0), op.ready
     height = out.shape[:-1].numel() // blocks
     own_rows = [] if ready is None or ready.own_rows is None else [registers[ready.own_rows]]
@@ -157,9 +163,9 @@ def _sum_block(
 
 
 def completed(done: Done, block: int, blocks: int, computed: Set[int]) -> list[int]:
-    """Return the indices of the flags to raise after block `block` of a computation in `blocks` blocks.
+    """Return the indices of the flags to raise after block `block` of a computation that has `blocks` blocks.
 
-    A flag rises once all rows that it announces have been computed. `computed` are the blocks computed so far.
+    A flag rises once all rows that it announces have been computed. `computed` holds the blocks computed so far.
     """
     flags = range(done.blocks)
     rows = {i: range(i * blocks // done.blocks, -(-(i + 1) * blocks // done.blocks)) for i in flags}
@@ -167,14 +173,14 @@ def completed(done: Done, block: int, blocks: int, computed: Set[int]) -> list[i
 
 
 def places(unrolled: UnrolledProgram, memory: SharedMemory | None) -> tuple[int, ...]:
-    """Return one register for each input: it holds the view of symmetric memory to which the program copies the input.
+    """Return, for each input, the register of the symmetric memory to which the program copies the input.
 
-    The register is NONE if there is no such copy. The caller can write an input directly to this memory, which saves
-    the copy.
+    The register is NONE if the program does not copy the input to symmetric memory. Otherwise the caller can write the
+    input directly to this memory, which saves the copy.
 
-    Memory that peers read is excluded. A peer may read it until this rank's next call waits for the peer, but the
-    caller writes the input before that call. Memory with a second writer is excluded, too, because one of the two
-    writes would be lost.
+    Memory that peers read gives NONE, too: a peer may read it until this rank's next call waits for the peer, but the
+    caller writes the input before that call. Memory that the program also writes in another way gives NONE, because one
+    of the two writes would be lost.
     """
     targets = dict.fromkeys(unrolled.inputs, NONE)
     if memory is None:
@@ -195,10 +201,11 @@ def places(unrolled: UnrolledProgram, memory: SharedMemory | None) -> tuple[int,
 
 
 def copy_here(out: torch.Tensor, x: torch.Tensor, copy: Copy) -> None:
-    """Copy `x` to `out` within this rank's memory by the function `copy`.
+    """Copy `x` to `out` within this rank's memory. The function `copy` makes the copy.
 
-    Do nothing if both have the same address and strides: the caller has written `x` in place. If they have the same
-    address but other strides, first copy `x` to new memory, so that all of it is read before `out` is written.
+    If `x` and `out` have the same address and strides, do nothing: the caller has written `x` in place. If they have
+    the same address but different strides, first copy `x` to new memory, so that all of `x` is read before `out` is
+    written.
     """
     if x.data_ptr() != out.data_ptr():
         copy(out, x)

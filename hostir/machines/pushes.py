@@ -1,4 +1,4 @@
-"""Operations that one kernel can carry out together: copies by SMs with their signals, and a product before them."""
+"""Find operations that one kernel can carry out together: copies by SMs, their signals, and a product before them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from hostir.plan.unrolled import UnrolledProgram
 
 @dataclass(frozen=True)
 class Pushes:
-    """A run: consecutive copies by SMs on one stream, with the signals between them. One kernel carries it out.
+    """A run of consecutive copies by SMs on one stream, and the signals between the copies.
 
-    All copies have the same size and read from the same buffer. They may run at the same time, because no copy writes
-    memory that another copy reads or writes.
+    One kernel carries out the run. All copies have the same size and read from the same buffer. They may run at the
+    same time, because no copy writes memory that another copy reads or writes.
 
     Fields:
-        copies: the copies in issue order, each with the signal directly after it (None without a signal).
+        copies: the copies in issue order. Each copy is paired with the signal directly after it, or with None if there
+            is no such signal.
         ops: the copies and signals, in issue order.
     """
 
@@ -56,7 +57,7 @@ class _Run:
 
     Fields:
         ops: the operations so far.
-        read, written: the ranges that the copies read and write, by buffer.
+        read, written: for each buffer, the ranges that the copies read and the ranges that they write.
     """
 
     unrolled: UnrolledProgram
@@ -67,8 +68,8 @@ class _Run:
     def takes(self, op: CopyOp) -> bool:
         """Return True if a copy can join the run.
 
-        It must have the stream, the number of SMs, the source buffer and the shape of the first copy. Its memory must
-        allow it to run at the same time as the other copies.
+        The copy must have the same stream, number of SMs, source buffer and shape as the first copy of the run. It must
+        not write memory that another copy reads or writes, and no other copy may write memory that it reads.
         """
         first, x, out = self.ops[0], self.unrolled.layouts[op.x], self.unrolled.layouts[op.out]
         assert isinstance(first, CopyOp)
@@ -87,7 +88,7 @@ class _Run:
     def takes_signal(self, op: SignalOp) -> bool:
         """Return True if a signal can join the run.
 
-        It must come directly after a copy on the same stream, and the stream must send it without a kernel.
+        The signal must come directly after a copy on the same stream, and the stream must send it without a kernel.
         """
         return not op.sms and isinstance(self.ops[-1], CopyOp) and self.ops[-1].stream == op.stream
 
@@ -109,18 +110,18 @@ MAX_PUSHED_ROWS = 64
 
 @dataclass(frozen=True)
 class PushedProduct:
-    """A product of few rows, and the copies of its rows that come next on its stream. One kernel may do both.
+    """A product of few rows, and the copies of its rows that come next on its stream. One kernel may carry out both.
 
     The kernel runs where the copies would run, so the product runs later than in the program. This is correct because
-    at most a barrier stands between the product and the copies. If there is one, no peer can access the memory that the
-    product reads or writes. Memory that is freed between the product and the copies must be freed after the kernel
-    instead.
+    at most a barrier stands between the product and the copies. If there is a barrier, no peer can access the memory
+    that the product reads or writes. Memory that is freed between the product and the copies must be freed after the
+    kernel instead.
 
     Fields:
         product: the product.
         pushes: the copies of its rows.
-        reader: the computation directly after the copies, or None. It might overlap ordinary copies, but it must not
-            overlap this kernel, because it may read the product.
+        reader: the computation directly after the copies; None if there is no such computation. The computation might
+            overlap ordinary copies, but it must not overlap this kernel, because it may read the product.
     """
 
     product: ComputeOp
@@ -129,7 +130,7 @@ class PushedProduct:
 
     @classmethod
     def of(cls, unrolled: UnrolledProgram, runs: Sequence[Pushes]) -> list[PushedProduct]:
-        """Return a pushed product for each run of copies by SMs that has such a product directly before it.
+        """Return a `PushedProduct` for each run that one kernel may carry out together with the product before the run.
 
         `runs` are all runs of copies by SMs in the program.
         """
@@ -149,7 +150,7 @@ class PushedProduct:
 
 
 def _product_before(unrolled: UnrolledProgram, before: Sequence[Op], pushes: Pushes) -> ComputeOp | None:
-    """Return the product directly before a run of copies if one kernel may do both; else None.
+    """Return the product directly before a run of copies if one kernel may carry out both; else None.
 
     `before` are the operations before the run.
     """

@@ -63,7 +63,7 @@ class Trace:
 
     Fields:
         title: the title of the picture.
-        events: the statements that ran, in any order: rank, stream, statement, and start and end in seconds.
+        events: the statements that ran, in any order.
     """
 
     title: str = "hostir"
@@ -80,14 +80,14 @@ class Trace:
 
     @property
     def lanes(self) -> dict[int, list[str]]:
-        """The streams of each rank, in order: the caller's stream, the numbered streams, and the communications."""
+        """The labels of each rank's streams, in order: the caller's stream, numbered streams, then communications."""
         streams: dict[int, set[str]] = {}
         for event in self.events:
             streams.setdefault(event.rank, set()).add(event.stream)
         return {rank: sorted(streams[rank], key=_place) for rank in sorted(streams)}
 
     def to_chrome(self, path: str | Path) -> None:
-        """Write Chrome's trace format: one process for each rank, one track for each stream, times in microseconds."""
+        """Write a file in Chrome's trace format. Each rank is a process, and each stream of a rank is a track."""
         rows = ",\n".join(json.dumps(row) for row in self._chrome())
         other = json.dumps({"title": self.title})
         text = f'{{"displayTimeUnit": "ms", "otherData": {other}, "traceEvents": [\n{rows}\n]}}\n'
@@ -190,7 +190,7 @@ def _metadata(event: str, rank: int, track: int, **args: object) -> dict[str, ob
 
 
 def _place(lane: str) -> tuple[bool, bool, int, str]:
-    """Return the sort key of a stream: the caller's stream first, then streams by number, then communications."""
+    """Return the sort key of a stream. The caller's stream comes first, then streams by number, then communications."""
     number = re.search(r"\d+", lane)
     return lane.startswith(COMMUNICATION), lane != "caller", int(number[0]) if number else 0, lane
 

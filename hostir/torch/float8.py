@@ -1,14 +1,15 @@
-"""Linear layers in fp8: they quantize rows, gather them with their scales, and multiply them. They have gradients.
+"""Compute linear layers in fp8: quantize rows, gather the rows with their scales, and multiply. Layers have gradients.
 
-The recipe is torchao's `rowwise_with_gw_hp`: e4m3, and one scale for each row of the left side and each column of the
-right side. Each call computes new scales and rounds them up to powers of two. The output and the gradient of the
-input are products in fp8. The gradient of the weight is a product in the layer's dtype, from operands that are already
-there in fp8. A column-parallel layer reads the gathered x. A row-parallel layer reads its x and the gathered dy.
-torchao would gather rows again in the layer's dtype.
+The recipe is torchao's `rowwise_with_gw_hp`. Operands are quantized to e4m3. Each row of the left operand has a scale,
+and so does each column of the right operand. Each call computes new scales and rounds them up to powers of two. The
+output and the gradient of the input are products in fp8. The gradient of the weight is a product in the layer's dtype.
+Its operands are read in fp8, because this rank already has them in fp8: a column-parallel layer has the gathered x, and
+a row-parallel layer has its x and the gathered gradient of the output. torchao would gather rows again in the layer's
+dtype.
 
-A rank may see only a part of a row or column, and so choose another scale than a rank that sees all of it. Because all
-scales are powers of two, both round an element to the same value. The exception are elements more than 2^14 times
-smaller than the largest one.
+A rank that sees only a part of a row or column may choose another scale than a rank that sees all of it. Because all
+scales are powers of two, both ranks round an element to the same value. Elements more than 2^14 times smaller than the
+largest element are an exception.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ def _empty_quantized(x: Tensor) -> Quantized:
 
 @define("quantize_rows(Tensor x) -> (Tensor, Tensor)", fake=_empty_quantized)
 def rows_quantizer(x: Tensor) -> Quantized:
-    """Quantize each row of `x`; return the rows in fp8, and their scales in f32, `[..., 1]`.
+    """Quantize each row of `x`. Return the rows in fp8 and the scales of the rows in f32, `[..., 1]`.
 
-    Scales are powers of two. A row in fp8, multiplied by its scale, approximates the row of `x`.
+    Scales are powers of two. The product of a row in fp8 and the scale of the row approximates the row of `x`.
     """
     kernels: Any = aten
     if x.is_cuda:
@@ -55,12 +56,12 @@ def rows_quantizer(x: Tensor) -> Quantized:
 
 
 def quantize_rows(x: Tensor) -> Quantized:
-    """Quantize each row of `x`; return the rows in fp8 and their scales, `[..., 1]`."""
+    """Quantize each row of `x`. Return the rows in fp8 and the scales of the rows, `[..., 1]`."""
     return rows_quantizer.call([x], x)
 
 
 def quantize_columns(b: Tensor) -> Quantized:
-    """Quantize each column of `b`, `[K, N]`; return the matrix in fp8, column-major, and its scales, `[1, N]`."""
+    """Quantize each column of `b`, `[K, N]`. Return the matrix in fp8, column-major, and the scales, `[1, N]`."""
     q, scale = quantize_rows(b.t().contiguous())
     return q.t(), scale.t()
 
@@ -71,7 +72,10 @@ def widened(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _gathered(x: Tensor, bs: Sequence[Tensor], axis: int, group: str) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Quantize `x` and `bs`, and all-gather `x`; return the gathered rows in fp8, their scales, and the products."""
+    """Quantize `x` and `bs`, all-gather `x`, and multiply the gathered rows with each of `bs`.
+
+    Returns the gathered rows in fp8, the scales of these rows, and the products.
+    """
     (q, scale), rights = quantize_rows(x), [quantize_columns(b) for b in bs]
     qs, scales = [b for b, _ in rights], [t for _, t in rights]
     biases: list[None] = [None] * len(bs)
@@ -82,7 +86,7 @@ def _gathered(x: Tensor, bs: Sequence[Tensor], axis: int, group: str) -> tuple[T
 def _scattered(q: Tensor, scale: Tensor, b: Tensor, axis: int, group: str) -> Tensor:
     """Quantize `b` and reduce-scatter the product of `q` and `b`; return this rank's rows.
 
-    `q` are fp8 rows with `scale`.
+    `q` holds rows in fp8, and `scale` holds the scales of these rows.
     """
     right, right_scale = quantize_columns(b)
     tensors = q, scale, right, right_scale
@@ -96,7 +100,9 @@ def _scattered(q: Tensor, scale: Tensor, b: Tensor, axis: int, group: str) -> Te
 def float8_column_linear(
     x: Tensor, weights: list[Tensor], gather_dim: int, group_name: str
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """All-gather `x` in fp8, and multiply it with each weight; return gathered rows, their scales, and products.
+    """All-gather `x` in fp8, and multiply it with the transpose of each weight.
+
+    Returns the gathered rows in fp8, the scales of these rows, and the products.
 
     Backward reads the gathered rows and their scales.
     """
@@ -108,9 +114,11 @@ def float8_column_linear(
     "float8_row_linear(Tensor x, Tensor weight, int scatter_dim, str group_name) -> (Tensor, Tensor, Tensor)", SCATTERED
 )
 def float8_row_linear(x: Tensor, weight: Tensor, scatter_dim: int, group_name: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Reduce-scatter `x @ weight^T`, computed in fp8; return this rank's rows, `x` in fp8, and the scales of `x`.
+    """Compute `x @ weight^T` in fp8, and reduce-scatter the product.
 
-    Backward reads `x` in fp8 and its scales.
+    Returns this rank's rows of the sum, `x` in fp8, and the scales of `x`.
+
+    Backward reads `x` in fp8 and the scales of `x`.
     """
     check_operands(x, [weight], scatter_dim)
     q, scale = quantize_rows(x)

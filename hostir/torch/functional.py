@@ -1,4 +1,7 @@
-"""Functions for sharded layers. Each runs a collective, and the matmuls before or after it, and has gradients."""
+"""Functions for sharded layers. Each runs a collective together with the matmuls before or after it.
+
+All functions have gradients.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ def name_of(group: Ranks) -> str:
 def axis_of(x: Tensor, axis: int, what: str) -> int:
     """Return a nonnegative index for `axis`, which may be negative. Raises HostIRError if `x` has no such axis.
 
-    `x` must have two axes or more. `what` is the argument's name in the message.
+    `x` must have two axes or more. The message calls the argument `what`.
     """
     if not -x.dim() <= axis < x.dim() or x.dim() < 2:
         expected = "a tensor of two axes or more, and one of them"
@@ -77,8 +80,8 @@ def all_gather_matmul(
 ) -> Any:
     """All-gather `a` along an axis, and multiply it with `b`: `all_gather(a) @ b`.
 
-    Differentiable. The gradient of `a` is a matmul + reduce-scatter. The gradient of `b` needs the gathered `a`. With
-    `return_a` the forward call saves the gathered `a`; otherwise backward gathers `a` again.
+    The function is differentiable. The gradient of `a` is a matmul + reduce-scatter. The gradient of `b` needs the
+    gathered `a`. With `return_a` the forward call saves the gathered `a`; otherwise backward gathers `a` again.
 
     Args:
         a: this rank's part, `[..., K]`, with the same shape on every rank.
@@ -86,13 +89,13 @@ def all_gather_matmul(
         group: the ranks: a process group of torch, its name, or a DeviceMesh of one dimension.
         gather_dim: the axis of `a` to gather along. If it is the last one, `b` has `K * ranks` rows.
         return_a: True to return the gathered `a` as well.
-        out: a tensor for each product. The products are written there and have no gradients. This costs a copy if a
-            tensor has other strides than a new result would have.
+        out: a tensor for each product, to which the product is written. Products then have no gradients. This costs a
+            copy if a tensor has other strides than a new result would have.
 
     Returns:
-        The product, or a list of products if `b` is several matrices. With `return_a`, a pair: the gathered `a`, and
-        the product or the list. Without `out`, `gather_dim` is the outermost axis in the memory of results, unless it
-        is the last axis.
+        The product, or a list of products if `b` is several matrices. With `return_a`, a pair of the gathered `a` and
+        the product or the list. If `out` is None, `gather_dim` is the outermost axis in the memory of results, unless
+        it is the last axis.
     """
     bs = [b] if isinstance(b, Tensor) else [*b]
     axis, name = axis_of(a, gather_dim, "gather_dim"), name_of(group)
@@ -117,8 +120,8 @@ def matmul_reduce_scatter(
 ) -> Tensor:
     """Multiply, sum over the ranks, and return this rank's part along an axis: `reduce_scatter(a @ b)`.
 
-    Sums are in f32 (in f64 for f64 operands) and are rounded once. Differentiable: backward gathers the gradient of the
-    result once, for both gradients.
+    Sums are in f32 (in f64 for f64 operands) and are rounded once. The function is differentiable. Backward gathers the
+    gradient of the result once, and computes the gradients of `a` and `b` from it.
 
     Args:
         a: this rank's columns, `[..., K]`, with the same shape on every rank.
@@ -171,14 +174,14 @@ def column_parallel_linear(
 ) -> Tensor | list[Tensor]:
     """Compute a column-parallel linear layer: all-gather the tokens, and compute this rank's columns of the output.
 
-    Differentiable. If a weight requires a gradient, the gathered x is saved for backward, as with DTensor. The gradient
-    of a weight has the dtype `weight.grad_dtype`.
+    The function is differentiable. If a weight requires a gradient, the gathered x is saved for backward, as with
+    DTensor. The gradient of a weight has the dtype `weight.grad_dtype`.
 
     With `fp8`, each call quantizes the rows of x and of the weights to e4m3, and computes a scale for each row. x is
     gathered and saved in e4m3. The error of an element is at most 1/16 of its value. The error of a sum of products is
-    at most 1/7 of the sum of the products' absolute values. For random numbers it is about 4 % in norm. The gradient of
-    x is also a product in fp8. The gradients of the weights are products in the dtype of the weights. They read the x
-    that was gathered in e4m3.
+    at most 1/7 of the sum of the products' absolute values. For random numbers, the error of the complete product is
+    about 4 % in norm. The gradient of x is also a product in fp8. The gradients of the weights are products in the
+    dtype of the weights. They are computed from the x that was gathered in e4m3.
 
     Args:
         x: this rank's tokens, `[..., K]`; with `gather_dim=None`, all tokens.
@@ -191,7 +194,7 @@ def column_parallel_linear(
         fp8: True to multiply in fp8. x must be bf16, f16 or f32, and `gather_dim` must not be the last axis.
 
     Returns:
-        This rank's columns for all tokens, `[..., N/ranks]`. A list of such tensors for several weights.
+        This rank's columns for all tokens, `[..., N/ranks]`; a list of such tensors if `weight` is several weights.
     """
     one = isinstance(weight, Tensor)
     weights = [weight] if isinstance(weight, Tensor) else [*weight]
@@ -228,26 +231,27 @@ def row_parallel_linear(
 ) -> Tensor:
     """Compute a row-parallel linear layer: multiply this rank's columns, sum over the ranks, and scatter the tokens.
 
-    Differentiable: backward gathers the gradient of the result once, for both gradients. With `reduce="all"` every rank
-    gets all tokens, and backward does not communicate. The gradient of the result must then be the same on all ranks
-    (see `matmul_all_reduce`).
+    The function is differentiable. Backward gathers the gradient of the result once, and computes the gradients of `x`
+    and `weight` from it. With `reduce="all"`, every rank gets all tokens, and backward does not communicate. The
+    gradient of the result must then be the same on all ranks (see `matmul_all_reduce`).
 
     With `fp8`, operands are quantized as in `column_parallel_linear`. x is saved in e4m3, and the gradient of the
-    result is gathered in e4m3. Both gradients are computed from these. The ranks' partial sums are not quantized.
+    result is gathered in e4m3. The gradients of x and of the weight are computed from these e4m3 tensors. The ranks'
+    partial sums are not quantized.
 
     Args:
         x: this rank's columns of all tokens, `[..., K/ranks]`.
         weight: this rank's columns of the weight, `[N, K/ranks]` as in `torch.nn.Linear`.
         group: as for `all_gather_matmul`.
-        bias: the same on all ranks, `[N]`, and added once. Unless `reduce` is `all`, each rank's gradient of the bias
-            sums over this rank's tokens only.
+        bias: a vector `[N]`, the same on all ranks. It is added once. Unless `reduce` is `all`, each rank's gradient of
+            the bias sums over this rank's tokens only.
         scatter_dim: the axis of the tokens.
         reduce: `scatter` to return this rank's tokens, or `all` to return all tokens on every rank.
         fp8: True to multiply in fp8. x must be bf16, f16 or f32, `reduce` must be `scatter`, and `scatter_dim` must not
             be the last axis.
 
     Returns:
-        This rank's tokens, `[..., N]`. With `reduce="all"`, all tokens.
+        This rank's tokens, `[..., N]`, or all tokens if `reduce` is `all`.
     """
     check_known("reduction", reduce, ("scatter", "all"))
     if fp8 and reduce == "all":
@@ -271,7 +275,8 @@ def row_parallel_linear(
 def gated_linear(x: Tensor, gate: Tensor, up: Tensor, group: Ranks, *, gather_dim: int = 0) -> Tensor:
     """Compute the first half of a gated MLP: all-gather the tokens, and return `silu(x @ gate^T) * (x @ up^T)`.
 
-    Differentiable. The gathered x is saved if a weight requires a gradient. Backward computes the two products again.
+    The function is differentiable. The gathered x is saved if a weight requires a gradient. Backward computes the two
+    products again.
 
     Args:
         x: this rank's tokens, `[..., K]`.
@@ -291,9 +296,10 @@ def matmul_all_reduce(
 ) -> Tensor:
     """Multiply, sum over the ranks, and add `addend`: `all_reduce(a @ b) + addend`, the same on every rank.
 
-    Sums are in f32 (in f64 for f64 operands) and are rounded once. Differentiable: if `dy` is the gradient of the
-    result, then `da = dy @ b^T` and `db = a^T @ dy`. Backward does not communicate. So `dy` must be the same on all
-    ranks, as it is if all ranks compute one loss from the result.
+    Sums are in f32 (in f64 for f64 operands) and are rounded once. The function is differentiable. If `dy` is the
+    gradient of the result, then the gradient of `a` is `dy @ b^T`, and the gradient of `b` is `a^T @ dy`. Backward does
+    not communicate, so `dy` must be the same on all ranks. This is the case if all ranks compute the same loss from the
+    result.
 
     Args:
         a: this rank's columns, `[..., K/ranks]`. Every rank has the same number of rows.
@@ -313,8 +319,8 @@ def matmul_all_reduce(
 def all_reduce(x: Tensor, group: Ranks, *, out: Tensor | None = None) -> Tensor:
     """All-reduce: return the sum of `x` over the ranks, on every rank.
 
-    Sums are in f32 (in f64 for f64 operands) and are rounded once. Differentiable: the gradient of `x` is the gradient
-    of the result. Backward does not communicate. So the gradient of the result must be the same on all ranks, as for
+    Sums are in f32 (in f64 for f64 operands) and are rounded once. The function is differentiable. The gradient of `x`
+    is the gradient of the result. Backward does not communicate, so this gradient must be the same on all ranks, as for
     `matmul_all_reduce`.
 
     Args:

@@ -64,7 +64,7 @@ def size_node(graph: Graph, node: Node, size: Any) -> Any:
 def lift_sizes(graph: Graph) -> None:
     """Compute sizes of intermediate tensors from sizes of the graph's inputs where possible.
 
-    The intermediate tensors then have fewer users, and more of them can be fused away.
+    The intermediate tensors then have fewer users. So the pass can fuse more of the operators that compute them.
     """
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     sources: dict[Any, tuple[Node, int | None]] = {}
@@ -135,9 +135,9 @@ def keeps_rows(node: Node) -> bool:
 
 
 def keeps_bytes(node: Node) -> bool:
-    """Return True if `node` views the bytes of its operand in the same shape. The dtype may be another one.
+    """Return True if `node` views the bytes of its operand in the same shape, with the same dtype or another dtype.
 
-    Graphs contain such views because collectives without fp8 support, and `cat`, take fp8 tensors as bytes.
+    Graphs contain such views because `cat` and some collectives do not support fp8, so they get fp8 tensors as bytes.
     """
     if node.target is AS_DTYPE:
         return value(node.args[0]).itemsize == value(node).itemsize  # type: ignore[arg-type]
@@ -186,7 +186,7 @@ def group_of(node: Node, index: int) -> str:
 
 
 def parts_of(pieces: list[Any], ranks: int) -> tuple[Node, int] | None:
-    """Return the tensor that `pieces` are the parts of, and the axis that it was split along.
+    """Return the tensor that was split into `pieces`, and the axis along which it was split.
 
     Returns None unless `pieces` are all parts, in order, of one tensor that was split into `ranks` equal parts.
     """

@@ -42,7 +42,7 @@ class GatherCall(NamedTuple):
     def compute(self, call: OperatorCall) -> tuple[Tensor | None, list[Tensor]]:
         """All-gather `A_shard`, and multiply it with each of `Bs`.
 
-        Returns the gathered tensor, or None unless `return_A`, and the products.
+        Returns the gathered tensor and the products. The gathered tensor is None if `return_A` is False.
 
         Raises Unfit for a call that hostir cannot run.
         """
@@ -103,7 +103,8 @@ def _right_side(b: Tensor, kwargs: Mapping[str, Any], dtype: torch.dtype | None)
 def _has_scales(product: Any, scale: Tensor | None) -> bool:
     """Return True if `product`, an `mm_out_op`, multiplies scaled operands, and False if it is a plain matmul.
 
-    Raises Unfit if hostir does not know `product`, if a scaled product has no `scale`, or if a plain one has a `scale`.
+    Raises Unfit if hostir does not know `product`, if a scaled matmul has no `scale`, or if a plain matmul has a
+    `scale`.
     """
     module, name = str(getattr(product, "__module__", "")), str(getattr(product, "__name__", product))
     scaled = product is torch.ops.aten._scaled_mm.out or (module.partition(".")[0], name) == FLASHINFER
@@ -149,7 +150,7 @@ def full_name(name: str) -> str:
 
 
 def check_signatures(strict: bool) -> list[str]:
-    """Return the names of the functions in torch's module that have the parameters which hostir expects.
+    """Return the names of those functions in torch's module that have the parameters hostir expects.
 
     For any other function, warn once, or raise HostIRError if `strict`.
     """
@@ -171,7 +172,7 @@ def check_signatures(strict: bool) -> list[str]:
 
 
 def take_over(names: Collection[str]) -> None:
-    """Replace the functions with these names in torch's module by hostir's."""
+    """Replace these functions of torch's module by hostir's functions."""
     for name in names:
         _taken[name] = _replacement(name, getattr(symm_mem, name), FUNCTIONS[name])
         setattr(symm_mem, name, _taken[name])
@@ -183,10 +184,10 @@ def taken() -> tuple[str, ...]:
 
 
 def give_back() -> None:
-    """Put torch's functions back into its module.
+    """Put torch's functions back into torch's module.
 
-    If other code has replaced hostir's function in the meantime, the other replacement stays. It may still call
-    hostir's function, which then calls torch's function.
+    If other code has replaced hostir's function in the meantime, that replacement stays. It may still call hostir's
+    function. hostir's function then calls torch's function.
     """
     for name, replacement in _taken.items():
         if getattr(symm_mem, name) is replacement:

@@ -82,9 +82,9 @@ def install(*, strict: bool = False, strategy: str = AUTO) -> Installation:
     the settings.
 
     hostir also replaces two Python functions of `torch.distributed._symmetric_memory`, which vLLM calls with
-    FlashInfer's matmul: `_fused_all_gather_matmul_impl` and `_fused_scaled_matmul_reduce_scatter_impl`. If the
-    installed torch has other parameters for one of them, hostir leaves that function to torch and
-    warns. With `strict`, it raises HostIRError.
+    FlashInfer's matmul: `_fused_all_gather_matmul_impl` and `_fused_scaled_matmul_reduce_scatter_impl`. If one of these
+    functions has other parameters in the installed torch, hostir does not replace the function, and warns. With
+    `strict`, `install` raises HostIRError instead.
 
     Args:
         strict: True to raise HostIRError for calls that hostir cannot run. Otherwise torch runs them.
@@ -102,7 +102,7 @@ def install(*, strict: bool = False, strategy: str = AUTO) -> Installation:
 
 
 def uninstall() -> None:
-    """Give the operators and functions back to torch, and reset the settings. May be called without `install`."""
+    """Give the operators and functions back to torch, and reset the settings. Does nothing if nothing is installed."""
     if _installed():
         _registrations()._destroy()
     _registrations.cache_clear()

@@ -63,7 +63,10 @@ class Layouts:
         return y if self.local_output else DTensor.from_local(y, self.mesh, [self.output], run_check=False)
 
     def redistributed(self, y: Any) -> Tensor:
-        """Redistribute a DTensor to the output's placement. Return it, or this rank's part if `local_output`."""
+        """Redistribute a DTensor to the output's placement.
+
+        Return the new DTensor, or this rank's part of it if `local_output` is True.
+        """
         y = y.redistribute(self.mesh, [self.output])
         return y.to_local() if self.local_output else y
 
@@ -83,7 +86,7 @@ def mesh_of(mesh: DeviceMesh, what: str = "layers") -> tuple[DeviceMesh, str]:
 def leave(name: str, group: str, why: str, what: str = "") -> None:
     """Record that torch runs a call of a layer, and warn once. Raises HostIRError in strict mode.
 
-    Under torch.compile this runs once, when the graph is traced.
+    Under torch.compile, this function runs once, when the graph is traced.
 
     Args:
         name: the layer's name in the report.
@@ -100,7 +103,7 @@ def leave(name: str, group: str, why: str, what: str = "") -> None:
 
 
 class ParameterOptions(TypedDict, total=False):
-    """Options of all sharded layers. `ColumnParallelLinear` explains them."""
+    """Options of all sharded layers. The docstring of `ColumnParallelLinear` explains the options."""
 
     fp8: bool
     device: Any
@@ -132,8 +135,8 @@ class ShardedLinear(nn.Linear):
             features and the output on tokens.
         weights: the placements of `weight` and `bias`.
         layouts: the placements of input and output, and the mesh.
-        input_axis, output_axis: the axes that inputs and outputs are sharded on if they are plain tensors. None if they
-            are not sharded. They are fields of type int, so torch.compile treats them as constants.
+        input_axis: the axis on which an input is sharded if it is a plain tensor; None if plain inputs are unsharded.
+        output_axis: the same for outputs. Both fields are integers or None, so torch.compile treats them as constants.
     """
 
     gathers: bool
@@ -174,8 +177,8 @@ class ShardedLinear(nn.Linear):
     def become(self, layouts: Layouts, source: int | None) -> None:
         """Take on `layouts`, and shard the parameters over the ranks.
 
-        Rank `source` sends the other ranks their parts of its parameters. With None, each rank shards the parameters
-        that it has, and nothing is sent.
+        Rank `source` shards its parameters, and sends each other rank the part for that rank. If `source` is None, each
+        rank shards its own parameters, and nothing is sent.
         """
         self.layouts = layouts
         self.input_axis, self.output_axis = (
@@ -187,7 +190,7 @@ class ShardedLinear(nn.Linear):
 
     @classmethod
     def converted(cls: type[Layer], linear: nn.Linear, layouts: Layouts) -> Layer:
-        """Return a sharded layer that computes what `linear` does. All ranks get the parameters of rank 0."""
+        """Return a sharded layer that computes the same as `linear`. All ranks get the parameters of rank 0."""
         if not isinstance(linear, nn.Linear):
             raise error(f"not a linear layer: {described(linear)}", user_span(), expected="a torch.nn.Linear")
         layer = cls.__new__(cls)
@@ -209,7 +212,7 @@ class ShardedLinear(nn.Linear):
     def unfit_call(self, x: Tensor) -> str | None:
         """Return the reason why hostir cannot run a call with input `x`, or None if it can.
 
-        All ranks return the same.
+        All ranks return the same value.
         """
         layouts, placement = self.layouts, self.layouts.input
         if isinstance(x, DTensor):
@@ -274,7 +277,7 @@ class _WideGradient(torch.autograd.Function):
 def local_weight(weight: DTensor) -> Tensor:
     """Return this rank's part of a weight as a plain tensor.
 
-    Operators compute its gradient in the weight's `grad_dtype`.
+    Operators compute the gradient of this part in the weight's `grad_dtype`.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not weight.requires_grad:
         return weight.to_local()
@@ -300,11 +303,12 @@ class ColumnParallelLinear(ShardedLinear):
     Args:
         in_features, out_features: the features of the unsharded layer.
         mesh: a DeviceMesh of one dimension. The number of its ranks must divide `out_features`.
-        gather_dim: the axis of the tokens, not the last one. With None, every rank passes all tokens.
+        gather_dim: the axis of the tokens. It must not be the last axis. With None, every rank passes all tokens.
         bias: True, the default, for a layer with a bias.
         local_output: True, the default, to return this rank's part as a plain tensor. False to return a DTensor.
         fp8: True to multiply in fp8, as in `column_parallel_linear`. The parameters keep their dtype.
-        device, dtype: the device and dtype of the parameters, as for `nn.Linear`. Rank 0's parameters are used.
+        device, dtype: the device and dtype of the parameters, as for `nn.Linear`. All ranks get their parts of rank 0's
+            parameters.
     """
 
     gathers = True
@@ -325,7 +329,7 @@ class ColumnParallelLinear(ShardedLinear):
     def from_linear(
         cls, linear: nn.Linear, mesh: DeviceMesh, *, gather_dim: int | None = 0, **options: Unpack[OutputOptions]
     ) -> ColumnParallelLinear:
-        """Return a sharded layer that computes what `linear` does. All ranks get the parameters of rank 0."""
+        """Return a sharded layer that computes the same as `linear`. All ranks get the parameters of rank 0."""
         return cls.converted(linear, cls.layouts_for(mesh, gather_dim, **options))
 
     @classmethod
@@ -377,7 +381,7 @@ class RowParallelLinear(ShardedLinear):
     Args:
         in_features, out_features: the features of the unsharded layer.
         mesh: a DeviceMesh of one dimension. The number of its ranks must divide `in_features`.
-        scatter_dim: the axis of the tokens, not the last one. With None, every rank gets all tokens.
+        scatter_dim: the axis of the tokens. It must not be the last axis. With None, every rank gets all tokens.
         bias, local_output, fp8, device, dtype: as for ColumnParallelLinear.
     """
 
@@ -399,7 +403,7 @@ class RowParallelLinear(ShardedLinear):
     def from_linear(
         cls, linear: nn.Linear, mesh: DeviceMesh, *, scatter_dim: int | None = 0, **options: Unpack[OutputOptions]
     ) -> RowParallelLinear:
-        """Return a sharded layer that computes what `linear` does. All ranks get the parameters of rank 0."""
+        """Return a sharded layer that computes the same as `linear`. All ranks get the parameters of rank 0."""
         return cls.converted(linear, cls.layouts_for(mesh, scatter_dim, **options))
 
     @classmethod
@@ -440,8 +444,9 @@ class SharedGather:
     """A cache for layers that are called one after the other with the same input, such as q, k and v.
 
     The first layer to be called gathers the input and computes the outputs of all layers. The other outputs are kept
-    until their layers are called. A call with another input, or with a changed parameter, computes all outputs anew. A
-    backward pass through one of the outputs frees the graph that they share, so it drops the outputs that are kept.
+    until their layers are called. A call with another input, or with a changed parameter, computes all outputs anew.
+    All outputs share one autograd graph. A backward pass through one output frees this graph, so it also drops the
+    outputs that are kept.
     """
 
     def __init__(self, layers: Sequence[SharingLinear]) -> None:
@@ -452,9 +457,9 @@ class SharedGather:
         self.outputs: list[Tensor | None] = [None] * len(self.layers)
 
     def output(self, layer: SharingLinear, x: Tensor) -> Tensor:
-        """Return the output of `layer` for `x`: the kept output if it is valid.
+        """Return the output of `layer` for `x`.
 
-        Otherwise compute the outputs of all layers.
+        This is the kept output if it is valid. Otherwise the outputs of all layers are computed.
         """
         index = next(i for i, each in enumerate(self.layers) if each is layer)
         counts = not torch.compiler.is_compiling()
@@ -477,7 +482,8 @@ class SharedGather:
 def _forget(shared: weakref.ref[SharedGather], number: int, grad: Tensor) -> None:
     """Backward hook: drop the kept outputs of the other layers, because this backward pass frees their graph.
 
-    Does nothing if the outputs have been computed again since: `number` is the count when the hook was registered.
+    Does nothing if the outputs have been computed again after the hook was registered. `number` is the number of
+    computations at that time.
     """
     gather = shared()
     if gather is not None and gather.number == number:
@@ -496,13 +502,13 @@ class SharingLinear(ColumnParallelLinear):
 class QKVParallelLinear(nn.Module):
     """The q, k and v projections of attention. They gather their input once, and return this rank's heads.
 
-    The outputs cover all tokens. The layers `q`, `k` and `v` are ColumnParallelLinear. State dicts contain them by
-    these names.
+    The outputs cover all tokens. The layers `q`, `k` and `v` are ColumnParallelLinear. State dicts contain the layers
+    under these names.
 
     Args:
         features: the features of the input.
-        q_features, kv_features: the features of q, and of k and of v, over all ranks. This is the number of heads times
-            the head size.
+        q_features: the features of q over all ranks, which is the number of heads of q times the head size.
+        kv_features: the features of k over all ranks. v has as many features.
         mesh, gather_dim, fp8, device, dtype: as for ColumnParallelLinear.
         bias: True for layers with biases. By default they have no biases.
     """
@@ -535,7 +541,10 @@ class QKVParallelLinear(nn.Module):
         gather_dim: int | None = 0,
         fp8: bool = False,
     ) -> QKVParallelLinear:
-        """Return sharded projections that compute what `q`, `k` and `v` do. All ranks get the parameters of rank 0."""
+        """Return sharded projections that compute the same as `q`, `k` and `v`.
+
+        All ranks get the parameters of rank 0.
+        """
         layouts = ColumnParallelLinear.layouts_for(mesh, gather_dim, fp8=fp8)
         return _assembled(cls, q=_column(q, layouts), k=_column(k, layouts), v=_column(v, layouts))
 
@@ -548,13 +557,13 @@ class GatedMLP(nn.Module):
     """A gated MLP, `down(silu(gate(x)) * up(x))`. Input and output are this rank's tokens, `[..., features]`.
 
     It all-gathers the tokens once before `gate` and `up`, and reduce-scatters the output of `down`. The layers `gate`,
-    `up` and `down` have no biases. Backward computes the products of `gate` and `up` again. This saves the memory of
-    `tokens x 3 x hidden/ranks` elements. With fp8, or with `sequence_dim=None`, the products are saved and not computed
-    again.
+    `up` and `down` have no biases. The products of `gate` and `up` are not saved: backward computes them again. This
+    saves the memory for `3 * tokens * hidden / ranks` elements. With fp8, or with `sequence_dim=None`, the products are
+    saved and not computed again.
 
     Args:
         features: the features of input and output.
-        hidden: the features between, over all ranks: the outputs of `gate` and of `up`.
+        hidden: the number of outputs of `gate`, over all ranks. `up` has as many outputs.
         mesh, fp8, device, dtype: as for ColumnParallelLinear.
         sequence_dim: the axis of the tokens. With None, every rank has all tokens, in the input and in the output.
     """
@@ -586,7 +595,7 @@ class GatedMLP(nn.Module):
         sequence_dim: int | None = 0,
         fp8: bool = False,
     ) -> GatedMLP:
-        """Return a sharded MLP that computes what `gate`, `up` and `down` do.
+        """Return a sharded MLP that computes the same as `gate`, `up` and `down` in a gated MLP.
 
         All ranks get the parameters of rank 0.
         """

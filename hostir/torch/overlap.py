@@ -1,7 +1,7 @@
-"""A pass over graphs of torch.compile: it replaces a collective and the matmuls next to it by one fused operator.
+"""A pass over graphs of torch.compile. It replaces a collective and the matmuls next to it by one fused operator.
 
-It fuses all-gather + matmuls, matmul + reduce-scatter, and matmul + all-reduce. The first two may also be scaled fp8
-matmuls.
+It fuses all-gather + matmuls, matmul + reduce-scatter, and matmul + all-reduce. In the first two, the matmuls may also
+be scaled fp8 matmuls.
 
     torch._inductor.config.post_grad_custom_post_pass = hi.torch.overlap_pass
     print(hi.torch.overlap_pass.report)
@@ -76,12 +76,13 @@ class Visited:
     """A collective that the pass has seen.
 
     Fields:
-        graph: the number of its graph, counted from 1.
-        node: the name of its node in the graph.
+        graph: the number of the collective's graph, counted from 1.
+        node: the name of the collective's node in the graph.
         collective: the name of the collective, such as `all_gather_into_tensor`.
         group: the name of the process group.
-        fused: the name of the fused operator that replaced it. Empty if it was not fused.
-        why: if it was fused, what with, such as `2 products`. Otherwise the reason why not.
+        fused: the name of the fused operator that replaced the collective. Empty if the collective was not fused.
+        why: if the collective was fused, a text that says what it was fused with, such as `2 products`. Otherwise the
+            reason why it was not fused.
     """
 
     graph: int
@@ -110,7 +111,7 @@ class Overlaps(tuple[Visited, ...]):
     """The report of the pass: the collectives that it has seen, and the number of calls of fused operators.
 
     The tuple has one `Visited` for each collective that the pass has seen. `print` shows a line for each collective,
-    and a line with the calls.
+    and a line with the numbers of calls.
 
     Fields:
         ran: the number of calls of fused operators since the report began, by operator and group. All calls count:
@@ -138,9 +139,9 @@ class ProductScales:
     """The scales of a scaled matmul.
 
     Fields:
-        layout: `one` for one scale for each operand. `rows` for a scale for each row of the left operand and each
-            column of the right one. `blocks` for a scale for each 1x128 block on the left and each 128x128 block on the
-            right.
+        layout: `one` if each operand has one scale. `rows` if each row of the left operand and each column of the right
+            operand has a scale. `blocks` if each 1x128 block of the left operand and each 128x128 block of the right
+            operand has a scale.
         left: the node of the left operand's scales.
         right: the node of the right operand's scales, as torch's scaled matmul takes them.
         fast: True if tensor cores may accumulate with less precision (torch's `use_fast_accum`).
@@ -152,7 +153,7 @@ class ProductScales:
     fast: bool
 
     def right_operand(self, graph: Graph, right: Node) -> Node:
-        """Return a node of the scales of the right operand `right`, in the shape that hostir's operators take."""
+        """Return a node with the scales of the right operand `right`, in the shape that hostir's operators take."""
         rows, columns = shape_of(right)
         if self.layout == "rows":
             return viewed(graph, self.right, [1, columns])
@@ -229,7 +230,7 @@ class GatheredProduct:
         rows: the left operand: the gathered tensor, or a view of it.
         right: the right operand.
         added: the bias, or None.
-        scales: the scales of both operands of a scaled fp8 matmul; None for another matmul.
+        scales: the scales of both operands, if this is a scaled fp8 matmul; otherwise None.
     """
 
     node: Node
@@ -240,7 +241,10 @@ class GatheredProduct:
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """The dtypes, and the scales of the rows. Matmuls with the same signature can be fused into one operator."""
+        """A tuple of the dtypes and of the scales of the gathered rows.
+
+        Matmuls with equal signatures can be fused into one operator.
+        """
         dtypes = value(self.rows).dtype, value(self.node).dtype
         return dtypes if self.scales is None else (*dtypes, self.scales.layout, self.scales.left, self.scales.fast)
 
@@ -253,7 +257,8 @@ class GatheredProduct:
 def waited(collective: Node) -> Node:
     """Return the node that waits for a collective.
 
-    Raises LeftAlone unless there is exactly one wait. Besides it, only the graph's output may use the collective.
+    Raises LeftAlone unless there is exactly one wait, or if a node other than the wait and the graph's output uses the
+    collective.
     """
     waits = [user for user in collective.users if user.target is WAIT]
     if len(waits) != 1:
@@ -265,7 +270,7 @@ def waited(collective: Node) -> Node:
 
 
 def gathered(gather: Node) -> tuple[Node, int]:
-    """Return the node of the tensor that an all-gather produces, and the axis that it is gathered along.
+    """Return the node of the tensor that an all-gather produces, and the axis along which the tensor is gathered.
 
     For an axis other than 0, this node is the `cat` that follows the all-gather.
     """
@@ -288,7 +293,7 @@ def _cats(node: Node) -> set[Node]:
 
 
 def _is_part(node: Node) -> bool:
-    """Return True if `node` splits a tensor, takes a part of a tensor, or views its bytes in the same shape."""
+    """Return True if `node` splits a tensor, takes a part of a tensor, or views a tensor's bytes in the same shape."""
     return node.target in (*SPLITS, operator.getitem, aten.slice.Tensor) or keeps_bytes(node)
 
 
@@ -308,7 +313,7 @@ def _puts_together(cat: Node, full: Node, ranks: int) -> bool:
 
 
 def rows_of_views(full: Node) -> Iterator[Node]:
-    """Yield `full`, and all its views that have the same rows in the same order."""
+    """Yield `full`, and then all views of `full` that have the same rows in the same order."""
     yield full
     for user in full.users:
         if keeps_rows(user):
@@ -359,7 +364,7 @@ def _resized(node: Node) -> Iterator[Node]:
 
 
 def gather_of_scales(graph: Graph, gather: Node, axis: int, products: list[GatheredProduct]) -> Node | None:
-    """Return the all-gather of the rows' scales, or None if the fused operator cannot replace one.
+    """Return the all-gather of the rows' scales; None if there is none that the fused operator can replace.
 
     `gather` gathers the rows along `axis`. The all-gather of the scales must have the same group and axis, and only
     `products` may use its result.
@@ -398,11 +403,11 @@ def as_dtype(graph: Graph, node: Node, dtype: torch.dtype) -> Node:
 
 
 def fuse_gather(graph: Graph, gather: Node) -> Fates:
-    """Replace an all-gather and the matmuls with its rows by one operator.
+    """Replace an all-gather, and the matmuls that read the gathered rows, by one operator.
 
-    Returns what the report says of each all-gather that was replaced.
+    Returns the fields `fused` and `why` of the report for each all-gather that was replaced.
 
-    Raises LeftAlone if they cannot be fused.
+    Raises LeftAlone if the all-gather cannot be fused.
     """
     full, axis = gathered(gather)
     shard: Any = gather.args[0]
@@ -464,7 +469,7 @@ def _used_otherwise(full: Node, products: set[Node]) -> bool:
 
 
 def _replace_product(graph: Graph, product: GatheredProduct, y: Node) -> None:
-    """Replace a matmul and its views by `y`, the output of the fused operator for this matmul.
+    """Replace a matmul and its views by `y`. `y` is the output of the fused operator for this matmul.
 
     `y` may have more axes than the matmul's result. Views in the shape of `y` are replaced by `y` itself. The other
     users of the matmul get a view of `y` in the shape of the matmul's result.
@@ -481,9 +486,9 @@ def _replace_product(graph: Graph, product: GatheredProduct, y: Node) -> None:
 
 
 def scattered(scatter: Node) -> tuple[Node, int]:
-    """Return the node of the tensor that a reduce-scatter sums and scatters, and the axis that it scatters.
+    """Return the node of the tensor that a reduce-scatter sums and scatters, and the axis along which it scatters.
 
-    For an axis other than 0, this is the tensor before `split` and `cat`.
+    For an axis other than 0, this is the tensor before the `split` and the `cat` that precede the reduce-scatter.
     """
     addend: Any = scatter.args[0]
     if addend.target is aten.clone.default:
@@ -502,10 +507,10 @@ def only_user(node: Node) -> None:
 
 
 def products_before(node: Node, divided: bool) -> Iterator[Node]:
-    """Yield the matmuls that `node` is the sum of: one matmul, or several that are added.
+    """Yield the matmuls that compute `node`: one matmul, or several matmuls that are added.
 
-    Raises LeftAlone if `node` is computed in another way, or if another node needs an intermediate result. If
-    `divided`, the collective scatters parts of `node`, and `node` may have a user for each part.
+    Raises LeftAlone if `node` is computed in another way, or if another node needs an intermediate result. If `divided`
+    is True, a reduce-scatter reads parts of `node`, and `node` may have a user for each part.
     """
     if not divided:
         only_user(node)
@@ -528,9 +533,9 @@ def _alike(node: Node) -> bool:
 def fuse_scatter(graph: Graph, scatter: Node) -> Fates:
     """Replace a reduce-scatter and the matmuls before it by one operator.
 
-    Returns what the report says of the reduce-scatter.
+    Returns the fields `fused` and `why` of the report for the reduce-scatter.
 
-    Raises LeftAlone if they cannot be fused.
+    Raises LeftAlone if the reduce-scatter cannot be fused.
     """
     wait = waited(scatter)
     addend, axis = scattered(scatter)
@@ -578,7 +583,7 @@ def one_scaled(products: list[Node]) -> tuple[Node, Node, ProductScales]:
 def one_product(graph: Graph, products: list[Node], lead: list[Any] | None = None) -> tuple[Node, Node]:
     """Return the left and right operands of one matmul that computes the sum of `products`.
 
-    The operands of several products are concatenated along K. If `lead` is given, the left operand is viewed in the
+    The operands of several products are concatenated along K. Unless `lead` is None, the left operand is viewed in the
     shape `[*lead, K]`.
     """
     lefts, rights = zip(*(product.args for product in products), strict=True)
@@ -601,7 +606,10 @@ def _amount(products: list[Node]) -> str:
 
 
 def _as_axes(graph: Graph, left: Node, shape: list[Any]) -> Node:
-    """Return `left` in `shape`: the tensor that `left` views if it has this shape, otherwise a new view."""
+    """Return a node that has the elements of `left` in `shape`.
+
+    If `left` is a view of a tensor of this shape, that tensor is returned. Otherwise a new view is inserted.
+    """
     source = left.args[0] if left.target in VIEWS else None
     return source if isinstance(source, Node) and equal(shape_of(source), shape) else viewed(graph, left, shape)
 
@@ -609,9 +617,9 @@ def _as_axes(graph: Graph, left: Node, shape: list[Any]) -> Node:
 def fuse_all_reduce(graph: Graph, reduce: Node) -> Fates:
     """Replace an all-reduce and the matmuls before it by one operator.
 
-    Returns what the report says of the all-reduce.
+    Returns the fields `fused` and `why` of the report for the all-reduce.
 
-    Raises LeftAlone if they cannot be fused.
+    Raises LeftAlone if the all-reduce cannot be fused.
     """
     wait, addend, reduce_op = waited(reduce), reduce.args[0], argument(reduce, 1, "reduce_op")
     assert isinstance(addend, Node)
@@ -703,7 +711,10 @@ def _is_collective(node: Node) -> bool:
 
 
 def _is_impure(node: Node) -> bool:
-    """Return True if dead-code elimination must keep `node`: it is impure, and not a collective or its wait."""
+    """Return True if dead-code elimination must keep `node`.
+
+    It must keep impure nodes, except collectives and the waits for them.
+    """
     return node.is_impure() and not (node.target is WAIT or node.target in FUSIONS)
 
 

@@ -1,4 +1,7 @@
-"""Record the calls of operators on this rank, and report their strategies, their number, and the reasons."""
+"""Record the calls of operators on this rank, and report them.
+
+The report says how often each operator was called, which strategies ran, and why these strategies were chosen.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,12 @@ class Ran:
     """A row of the report: the calls of one operator on one group by one strategy.
 
     Fields:
-        operator: its name, such as `symm_mem::fused_all_gather_matmul`.
+        operator: the name of the operator, such as `symm_mem::fused_all_gather_matmul`.
         group: the name of the process group.
         strategy: the strategy of the program that ran, with its streams and kernels. `torch` if torch's function ran.
         calls: the number of calls.
-        why: the reasons, one clause each: what the program overlaps, why it was chosen, and why other candidates were
-            not. If torch's function ran, why hostir could not.
+        why: clauses that explain the strategy: what the program overlaps, why it was chosen, and why other candidates
+            were not chosen. If torch's function ran, the reason why hostir could not run the call.
     """
 
     operator: str
@@ -38,7 +41,7 @@ class Ran:
 
 
 class Report(tuple[Ran, ...]):
-    """The rows of a report: a tuple of `Ran`. `print` shows a paragraph for each row.
+    """A report: a tuple of its rows, which are `Ran`. `print` shows a paragraph for each row.
 
     Fields:
         symmetric_bytes: the bytes of symmetric memory that hostir's programs hold on this rank, by the group's name.
@@ -55,11 +58,11 @@ class Report(tuple[Ran, ...]):
 
 @dataclass
 class Ledger:
-    """Counters of the calls in this process since the last `clear`.
+    """Counters of the calls of operators in this process since the last `clear`.
 
     Fields:
         by_hostir: calls that hostir ran. A key has the operator, the group's name, the executor that was called, the
-            executor of the candidate that it ran, and True if the call was started asynchronously.
+            executor of the candidate that ran, and a bool that is True if the call was started asynchronously.
         by_torch: calls that were left to torch. A key has the operator, the group's name, and the reason.
         cleared: the number of hostir's calls before the last `clear`, by operator and group.
     """
@@ -79,7 +82,7 @@ class Ledger:
     def calls(self) -> Counter[tuple[str, str]]:
         """Return the number of calls that hostir has run in this process, by operator and group.
 
-        It includes the calls before the last `clear`.
+        The numbers include calls before the last `clear`.
         """
         counts = Counter(self.cleared)
         for (operator, group, *_), n in list(self.by_hostir.items()):
@@ -114,11 +117,12 @@ LEDGER = Ledger()
 
 
 def report(*, clear: bool = False) -> Report:
-    """Return the calls of operators on this rank, with their strategies and the reasons. Includes calls left to torch.
+    """Return a report of the calls of operators on this rank, which includes the calls that were left to torch.
 
     The report is a tuple with a row for each operator, group and strategy. A row has the fields `operator`, `group`,
-    `strategy`, `calls` (a number) and `why`. `print` shows the report as text. Its field `symmetric_bytes` is the
-    number of bytes of symmetric memory that each group holds, by the group's name.
+    `strategy`, `calls` (the number of calls) and `why` (the reasons for the strategy). `print` shows the report as
+    text. The report's field `symmetric_bytes` is the number of bytes of symmetric memory that each group holds, by the
+    group's name.
 
     Args:
         clear: True to start a new report after this one.

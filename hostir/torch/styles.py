@@ -29,7 +29,7 @@ from hostir.torch.traps import Place, warn_of_traps
 
 
 class StyleOptions(TypedDict, total=False):
-    """The options that both styles pass on to torch's styles. The docstrings of the two styles explain them."""
+    """The options that both styles pass on to torch's styles. The docstrings of the two styles explain the options."""
 
     input_layouts: Placement | None
     output_layouts: Placement | None
@@ -45,9 +45,9 @@ class ColwiseParallel(parallel.ColwiseParallel):
 
     Args:
         names: the names of the linear layers in the module.
-        input_layouts: the placement of inputs that are plain tensors. By default `Replicate()`: then nothing is
-            gathered, and backward sums the gradient of the input beside the gradients of the weights. hostir runs
-            `Replicate()`, and `Shard(d)` unless d is the last axis.
+        input_layouts: the placement of inputs that are plain tensors. The default is `Replicate()`. With it, nothing is
+            gathered, and backward sums the gradient of the input over the ranks while it computes the gradients of the
+            weights. hostir runs `Replicate()`, and `Shard(d)` unless d is the last axis.
         output_layouts: the placement of the output. hostir runs `Shard(-1)`, the default.
         use_local_output: True, the default, to return this rank's part as a plain tensor. False to return a DTensor.
         fp8: True to multiply in fp8, as in `column_parallel_linear`. The parameters keep their dtype.
@@ -72,7 +72,10 @@ class ColwiseParallel(parallel.ColwiseParallel):
 
 
 def _layer(place: Place, name: str) -> Place:
-    """Return the place of the linear layer `name` in the module at `place`. Raises HostIRError if there is none."""
+    """Return the place of the linear layer `name` in the module at `place`.
+
+    Raises HostIRError if the module has no such layer.
+    """
     _refuse_compiled(place)
     module = place.module
     layer = getattr(module, name, None)
@@ -136,7 +139,10 @@ def _replaced(
 
 
 def _refuse(style: ColwiseParallel | RowwiseParallel, place: Place) -> None:
-    """Raise HostIRError unless the module at `place` is an unsharded linear or embedding layer, not yet compiled."""
+    """Raise HostIRError unless the module at `place` is a linear or embedding layer that a style can still shard.
+
+    The layer must not be sharded, and `torch.compile` must not have wrapped it.
+    """
     module, name = place.module, type(style).__name__
     _refuse_compiled(place)
     if isinstance(module, ShardedLinear):
@@ -152,7 +158,7 @@ def _refuse(style: ColwiseParallel | RowwiseParallel, place: Place) -> None:
 def _refuse_compiled(place: Place) -> None:
     """Raise HostIRError for a module that `torch.compile` has wrapped.
 
-    A parallelize plan refers to layers by their names, and does not find them in the wrapper.
+    A plan for `parallelize_module` refers to layers by their names. The wrapper changes these names.
     """
     if isinstance(place.module, OptimizedModule):
         raise error(

@@ -1,7 +1,7 @@
 """Warn if sharding a layer would break a model: the model would run, but compute or train something else.
 
-Examples are tied weights and attention heads that are split between ranks. `parallelize_module` passes a style one
-layer only. So this module finds the whole model in the stack frame of `parallelize_module`.
+Examples are tied weights and attention heads that are split between ranks. `parallelize_module` shows a style only the
+layer to shard, not the model. So this module finds the model in the stack frame of `parallelize_module`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ShardingWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Place:
-    """A module and its position in a model. As text, it is the path and type, such as `layers.3.mlp (MLP)`.
+    """A module and its position in a model. Its text is the path and the type, such as `layers.3.mlp (MLP)`.
 
     Fields:
         module: the module.
@@ -73,7 +73,7 @@ class Place:
 
 
 def warn_of_traps(place: Place, mesh: DeviceMesh, *, columns: bool, local: bool) -> None:
-    """Warn on rank 0 of each trap that sharding a layer runs into. Each trap is warned of once for each model.
+    """Warn on rank 0 of each trap that sharding a layer runs into. For each model, warn of a trap only once.
 
     Args:
         place: the place of the layer that a style is about to shard.
@@ -94,7 +94,7 @@ _warned: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()  # by mode
 
 
 def _traps(place: Place, mesh: DeviceMesh, columns: bool, local: bool) -> Iterator[tuple[str, Diagnostic | None]]:
-    """Yield the name of each trap that this layer is checked for, with a warning if it runs into it, or None."""
+    """Check a layer for each trap. Yield the name of the trap, and a warning if the layer runs into it, else None."""
     yield "tied", _tied(place, mesh)
     yield "compiled", _compiled(place)
     if columns and local and isinstance(place.module, nn.Linear):
@@ -109,7 +109,7 @@ def _warning(message: str, expected: str, hint: str) -> Diagnostic:
 def _compiled(place: Place) -> Diagnostic | None:
     """Return a warning if `torch.compile` has wrapped another part of the model, or None.
 
-    A parallelize plan does not find the layers in that part.
+    A plan for `parallelize_module` does not find the layers in that part.
     """
     wrapped = (name for name, each in place.root.named_modules() if name and isinstance(each, OptimizedModule))
     path = next((name for name in wrapped if not place.path.startswith(f"{name}.")), None)
@@ -146,8 +146,8 @@ def _has(module: nn.Module, weight: Tensor, mesh: DeviceMesh) -> bool:
 def _was_tied(sharded: Tensor | None, weight: Tensor, mesh: DeviceMesh) -> bool:
     """Return True if `sharded` was probably the same parameter as `weight` before a style sharded it.
 
-    Compares the values of the first rank's part, on that rank; other ranks return False. Equal values mean that the two
-    were tied, because separate weights are initialized with different random numbers.
+    The first rank compares the values of its part of `sharded` with `weight`. The other ranks return False. If the
+    values are equal, the two were tied, because separate weights are initialized with different random numbers.
     """
     if not isinstance(sharded, DTensor) or isinstance(weight, DTensor) or sharded.device_mesh != mesh:
         return False
@@ -197,7 +197,7 @@ def _head_size(module: nn.Module | None) -> int:
 
 
 def _fused(place: Place, ranks: int) -> Diagnostic | None:
-    """Return a warning if the layer's name, such as `qkv`, suggests several projections in one weight, or None."""
+    """Return a warning if the layer's name, such as `qkv`, suggests that its weight holds several projections."""
     parts = next((parts for pattern, parts in FUSED.items() if re.search(pattern, place.name, re.IGNORECASE)), None)
     if parts is None or ranks == 1:
         return None

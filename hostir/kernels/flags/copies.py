@@ -67,9 +67,10 @@ def push_kernel(
 ):
     """Copy the pieces, batch by batch, and raise their flags.
 
-    Each group takes every GROUPS-th batch. Each program of the group copies a part of the batch. A batch is complete
-    once all programs of its group are done with it and the previous batch is complete. The program that completes a
-    batch raises the flags of the batch.
+    A batch consists of `together` successive pieces. The programs form GROUPS groups, and each group takes every
+    GROUPS-th batch. Each program of the group copies a part of the batch. A batch is complete once the previous batch
+    is complete and all programs of the group have copied their parts. The program that completes a batch raises the
+    flags of the batch's pieces.
     """
     if DEPENDENTS:
         gdc_launch_dependents()
@@ -113,7 +114,7 @@ def _programs_of(group, GROUPS: tl.constexpr):
 
 @triton.jit
 def _complete_batches(table, arrived, batch, pieces, together, MAX_PIECES: tl.constexpr, GROUPS: tl.constexpr):
-    """Mark a batch as complete, and also the next batches if they waited only for it. Then raise all their flags.
+    """Mark a batch as complete, and also the next batches if they waited only for this one; then raise all their flags.
 
     All batches are marked before the first flag rises: the release that marks a batch would otherwise wait until the
     earlier flags have reached the peers. So the flags of two batches may rise in either order. But each flag rises
@@ -142,7 +143,7 @@ def raise_piece_flags(table, pieces, first, count, MAX_PIECES: tl.constexpr):
 
 
 class PushKernel:
-    """A kernel that copies pieces of memory to peers and raises flags. Calling it launches it on the current stream.
+    """A kernel that copies pieces of memory to peers and raises flags. A call of the object launches the kernel.
 
     A flag rises once its piece and all earlier elements of `pieces` have arrived. The kernel copies pieces in any
     order. So the target of a piece must overlap neither the source nor the target of another piece.
@@ -202,7 +203,7 @@ class PushKernel:
     def _prepare(self, source: torch.Tensor, aligned: bool) -> None:
         """Load the kernel for a source of this alignment, and prepare its arguments.
 
-        `aligned`: all addresses and sizes are multiples of 16 bytes.
+        `aligned` is True if all addresses and sizes are multiples of 16 bytes.
         """
         width = 8 if aligned else source.element_size()
         unit = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}[width]

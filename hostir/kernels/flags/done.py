@@ -63,8 +63,8 @@ class DoneFlags:
 class Raised(NamedTuple):
     """The flags that a kernel raises: the fields of `DoneFlags` on the device.
 
-    `flags` is a pointer, `height` the number of rows of a block. `counts` points to `[blocks]` of int64, which are 0
-    before and after the launch.
+    `flags` is a pointer, and `height` is the number of rows of a block. `counts` points to an int64 for each block,
+    which is 0 before and after the launch.
     """
 
     flags: Any
@@ -75,11 +75,13 @@ class Raised(NamedTuple):
 
 @triton.jit
 def count(raised, block, exists, needed, more):
-    """Add `more` to the count of each block: the number of pieces stored, plus MISSED if a piece is wrong.
+    """Add `more` to the count of each block in `block`, and raise the flags of the blocks that are now complete.
+
+    `more` is the number of pieces that this program has stored. MISSED is added to it if one of these pieces is wrong.
 
     `exists` masks the blocks. The pieces must be in memory: call `stores_ended` before. A block is complete when all
-    `needed` pieces have been counted. Its count then becomes 0 for the next launch. Its flag rises unless MISSED was
-    added.
+    its pieces have been counted: `needed` is their number. The count of the block then becomes 0 for the next launch.
+    The flag of the block rises unless MISSED was added to the count.
     """
     before = tl.atomic_add(raised.counts + block, more, mask=exists, sem="acq_rel", scope="gpu")
     now = before + more
@@ -92,10 +94,10 @@ def count(raised, block, exists, needed, more):
 def stores_ended(x, wanted, TMA: tl.constexpr):
     """Return `x`. If `wanted`, first wait until the stores of all threads of the program have ended.
 
-    Without TMA, a barrier suffices, and `wanted` is ignored. After a TMA store, Triton waits only until shared memory
-    has been read. The thread that issued the store must also wait until the bytes are in memory. The compiler chooses
-    that thread, so all threads wait. The barrier is the instruction of `tl.debug_barrier`; Triton would not pipeline a
-    loop that contains `tl.debug_barrier` itself.
+    Without TMA, a barrier suffices, and `wanted` is ignored. After a TMA store, Triton waits only until the hardware
+    has read the shared memory. The thread that issued the store must also wait until the bytes are in memory. The
+    compiler chooses that thread, so all threads wait. The barrier is the instruction of `tl.debug_barrier`; Triton
+    would not pipeline a loop that contains `tl.debug_barrier` itself.
     """
     if IN_INTERPRETER:
         return x

@@ -1,6 +1,6 @@
-"""Copies to peers by the same matmul kernel that computes the rows.
+"""Copies of rows to peers, made by the matmul kernel that computes the rows.
 
-For few rows, this takes less time than a second kernel that copies the output.
+If there are few rows, this takes less time than a second kernel that copies the output.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hostir.kernels.flags.copies import PushKernel, raise_piece_flags
 class Pushed(NamedTuple):
     """Copies of pieces to peers: the fields of a `PushKernel` on the device.
 
-    `table` and `arrived` are pointers, `count` is the number of pieces, `height` the number of rows of a piece.
+    `table` and `arrived` are pointers, `count` is the number of pieces, and `height` is the number of rows of a piece.
     """
 
     table: Any
@@ -31,7 +31,7 @@ def push_tile(pushed, x, row, end, column, N, ALIGNED: tl.constexpr):
     """Store a rounded tile `x` to the targets of all pieces that contain rows of the tile.
 
     The tile begins at row `row` and at column `column`. Rows from `end` on and columns from `N` on are padding, and are
-    not stored. ALIGNED: all targets are aligned to 16 bytes.
+    not stored. ALIGNED is True if all targets are aligned to 16 bytes.
     """
     r = (row + tl.arange(0, x.shape[0])).to(tl.int64)
     c = column + tl.arange(0, x.shape[1])
@@ -57,7 +57,10 @@ def raise_pushed(pushed, PIECES: tl.constexpr):
 
 
 def pushed_rows(pushed: PushKernel, out: torch.Tensor) -> int:
-    """Return the number of rows of a piece. Raises ValueError unless `out` is dense and pieces are complete rows."""
+    """Return the number of rows of a piece.
+
+    Raises ValueError if `out` is not contiguous, or if a piece does not consist of complete rows.
+    """
     row = out.shape[-1] * out.element_size()
     if not out.is_contiguous():
         raise ValueError(f"expected a dense result to copy to peers, got strides {list(out.stride())}")

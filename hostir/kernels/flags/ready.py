@@ -93,7 +93,8 @@ def timeout_error(timeouts: torch.Tensor, rank: int, name: str, results: int | N
             have been launched. Reading pinned memory does not wait.
         rank: the rank, for the message.
         name: the name of the flags, for the message.
-        results: the number of blocks of one source, if the flags belong to several sources, one after another.
+        results: the number of blocks of one source, if `timeouts` holds the blocks of several sources one after
+            another.
     """
     timed_out = [(block, *entry) for block, entry in enumerate(timeouts.tolist()) if any(entry)]
     if not timed_out:
@@ -149,7 +150,7 @@ def block_height(x: torch.Tensor, blocks: int) -> int:
 class Awaited(NamedTuple):
     """The flags that a kernel polls: the fields of `ReadyFlags` on the device.
 
-    `flags` and `timeouts` are pointers, `blocks` the number of flags, `height` the rows of a block.
+    `flags` and `timeouts` are pointers, `blocks` is the number of flags, and `height` is the number of rows of a block.
     """
 
     flags: Any
@@ -164,8 +165,9 @@ class Awaited(NamedTuple):
 def poll(awaited, polls, slot, exists, needed):
     """Poll the flags with the indices `slot` until all needed flags have reached the epoch, or no polls are left.
 
-    `exists` masks the slots that have a flag, `needed` the flags to wait for. Reports a timeout for each needed flag
-    that has not reached the epoch. Returns a mask of all flags that have not reached it, and the polls that are left.
+    `exists` masks the slots that have a flag, and `needed` masks the flags to wait for. Reports a timeout for each
+    needed flag that has not reached the epoch. Returns two values: a mask of all flags that have not reached the epoch,
+    and the number of polls that are left.
     """
     value = tl.zeros(slot.shape, dtype=tl.int64)
     absent = exists
@@ -188,12 +190,12 @@ def poll(awaited, polls, slot, exists, needed):
 def wait_for_rows(awaited, polls, row, end, OWN: tl.constexpr, FLAGS: tl.constexpr, TMA: tl.constexpr):
     """Wait until the flags of all blocks with rows in `[row, end)` have reached the epoch.
 
-    With OWN, block `first` needs no flag. FLAGS is the number of blocks, rounded up to a power of 2. TMA: TMA loads of
-    the rows may follow.
+    If OWN is True, block `first` needs no flag. FLAGS is the number of blocks, rounded up to a power of 2. TMA is True
+    if TMA loads of the rows may follow.
 
-    Returns `(next_missing, polls)`. `next_missing` is the first block that is not ready, at or after the block of
-    `row`. It is counted from block `first` on, and is the number of blocks if all these blocks are ready. `polls` are
-    the polls that are left, 0 if the program has given up.
+    Returns `(next_missing, polls)`. Blocks are counted from block `first` on. `next_missing` is the first block that is
+    not ready, among the block of `row` and the blocks after it. If all of these are ready, it is the number of blocks.
+    `polls` is the number of polls that are left. It is 0 if the program has given up.
     """
     _, _, _, first, blocks, height = awaited
     number = tl.arange(0, FLAGS)

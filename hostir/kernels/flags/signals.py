@@ -33,7 +33,10 @@ _compiled: dict[tuple[object, ...], Compiled] = {}
 
 
 class SignalKernel:
-    """A kernel that sets the int64 flag at address `flag`, usually of a peer, to `epoch`, with a release."""
+    """A kernel that sets an int64 flag to `epoch`, with a release.
+
+    `flag` is the address of the flag, usually in a peer's memory.
+    """
 
     def __init__(self, device: torch.device, flag: int, epoch: int) -> None:
         self.device, self.arguments = device, (flag, epoch)
@@ -41,7 +44,7 @@ class SignalKernel:
         self.compiled = loaded(key, device, _signal, self.arguments, {"num_warps": 1})
 
     def __call__(self, stream: torch.cuda.Stream | None) -> None:
-        """Launch on a stream. In the interpreter `stream` is None."""
+        """Launch the kernel on a stream. In the interpreter, `stream` is None."""
         if self.compiled is None or stream is None:
             with launching(self.device):
                 _signal[(1,)](*self.arguments, num_warps=1)
@@ -99,7 +102,7 @@ class FlagResetKernel:
             self.compiled = load(_reset_flags, (*self.addresses, *self.rest), {"num_warps": 1})
 
     def __call__(self) -> None:
-        """Launch on the current stream."""
+        """Launch the kernel on the current stream."""
         if self.compiled is None:
             with launching(self.device):
                 _reset_flags[(1,)](*self.addresses, *self.rest, num_warps=1)

@@ -1,8 +1,8 @@
 """Conversions in kernels between float32 and narrower dtypes, on the GPU and in Triton's interpreter.
 
-The interpreter holds bfloat16 and 8-bit floats as raw integers. Arithmetic on these is meaningless. Its conversion to
-float32 loses subnormals or NaN. Its conversion from float32 truncates, but the GPU rounds to nearest even. So in the
-interpreter these functions compute on the bits.
+The interpreter holds bfloat16 and 8-bit floats as raw integers. Arithmetic on these integers is meaningless. When the
+interpreter converts them to float32, it loses subnormals or NaN. When it converts from float32, it truncates, but the
+GPU rounds to nearest even. So in the interpreter, the functions of this module compute on the bits.
 """
 
 from __future__ import annotations

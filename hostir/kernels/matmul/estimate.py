@@ -24,11 +24,11 @@ class Rates:
     """The speed of a family of matmul kernels on a GPU. Times are in microseconds.
 
     Fields:
-        peak: TFLOP/s of one SM in the K loop of a tile with rate 1, by dtype.
+        peak: for each dtype, the TFLOP/s of one SM in the K loop of a tile with `Tile.rate` 1.
         tile: the time that a tile takes outside its K loop, to fill the pipeline and to store the tile.
-        split: three times that a part of a split tile adds: the time to start and synchronize, the time to read a
-            partial sum of another part, and the time in which one warp stores one element of a partial sum. None if the
-            family never splits tiles.
+        split: three durations, which a part of a split tile takes in addition: to start and synchronize, to read a
+            partial sum of another part, and to store one element of a partial sum by one warp. None if the family never
+            splits tiles.
         read: GB/s at which all SMs together read a right operand that is not in L2.
     """
 
@@ -65,7 +65,7 @@ IN_L2 = 32 << 20  # bytes of a right operand that stay in an L2 cache of 50 MiB,
 def duration(
     tile: Tile, gemm: Gemm, sms: int, rates: Rates = TRITON, arrivals: Sequence[float] = (0.0,)
 ) -> tuple[float, float]:
-    """Return the time in microseconds at which a matmul ends on `sms` SMs, and the time if memory were infinitely fast.
+    """Return the time in microseconds at which a matmul ends on `sms` SMs, and this time for infinitely fast memory.
 
     Blocks of rows arrive at the times `arrivals`, in the order in which the matmul computes them. Programs take tiles,
     and parts of tiles, in turn. A program begins a tile when the program is free and the rows have arrived. The tiles
@@ -105,10 +105,10 @@ def block_ends(
 
 
 def _work(tile: Tile, gemm: Gemm, sms: int, rates: Rates, arrivals: Sequence[float]) -> tuple[Any, Any, Any]:
-    """Return the tile of each unit of work, and two arrays `[round, program]` about the units.
+    """Return the tile of each unit of work, and two arrays `[round, program]` with the times of the units.
 
-    A unit is a tile or a part of a tile. In each round, every program takes one unit. The first array holds the time at
-    which the rows of the unit have arrived. The second holds the duration of the unit.
+    A unit is a tile or a part of a tile. In each round, every program takes one unit. The first array of times holds
+    the time at which the rows of each unit have arrived. The second one holds the duration of each unit.
     """
     grid, tile_time = Grid.of(tile, gemm), rates.unsplit_time(tile, gemm)
     plan = grid.schedule(tile, sms)
@@ -127,7 +127,7 @@ def _work(tile: Tile, gemm: Gemm, sms: int, rates: Rates, arrivals: Sequence[flo
 def _loading(grid: Grid, tile: Tile, gemm: Gemm, rates: Rates) -> float:
     """Return the time in microseconds to load the right operand from memory.
 
-    The operand is loaded once for each block. If it stays in L2, the time is 0.
+    If the operand stays in L2, the time is 0. Otherwise the operand is loaded again for each block.
     """
     right = gemm.n * gemm.k * gemm.itemsize
     times = min(grid.blocks, grid.batches * -(-grid.rows // tile.m)) if right > IN_L2 else 0
@@ -145,11 +145,11 @@ SPLIT_STEP = 9  # the step between the numbers of split tiles that are tried
 
 
 def rounded_up(gemm: Gemm, tiles: Sequence[Tile]) -> Gemm:
-    """Return the gemm with its rows rounded up. With each of `tiles`, the gemm consists of as many tiles as before.
+    """Return `gemm` with more rows, but with the same number of tiles, whichever of `tiles` is used.
 
-    Choosing a tile takes milliseconds, and the number of rows may differ in every call. Gemms with slightly different
-    numbers of rows become equal, so more calls find their tile in the cache of `choose`. Returns the gemm unchanged if
-    this function knows no rounding that keeps the numbers of tiles.
+    Choosing a tile takes milliseconds, and the number of rows may differ in every call. By rounding up, gemms with
+    slightly different numbers of rows become equal, so more calls find their tile in the cache of `choose`. Returns
+    `gemm` itself if this function cannot round up without more tiles.
     """
     heights, block = {tile.m for tile in tiles}, gemm.block
     step = min(heights)
@@ -169,9 +169,10 @@ def rounded_up(gemm: Gemm, tiles: Sequence[Tile]) -> Gemm:
 def choose(gemm: Gemm, sms: int, tiles: tuple[Tile, ...], rates: Rates = TRITON) -> Tile:
     """Return the fastest of `tiles`, with its best split, for a matmul on `sms` SMs.
 
-    If rows arrive in blocks, the estimate assumes that the first block is ready, and that the others come one by one
-    over NVLink. Among tiles with equal estimates, it takes the tile with the most early blocks, which was faster on
-    H200s.
+    If rows arrive in blocks, the estimate assumes that the first block is ready, and that the other blocks arrive one
+    after another over NVLink. Among tiles with equal estimates, the function takes the tile that would be fastest if
+    memory were infinitely fast. If these times are equal, too, it takes the tile with the largest `early_blocks`,
+    because this was faster on H200s.
     """
     rates, (first, pause) = rates.scaled(_SUSTAINED), (0.0, 0.0) if gemm.overlapped else (_FIRST, _PAUSE)
     blocks = 1 if gemm.block is None else max(1, gemm.batches * gemm.m // gemm.block)
@@ -187,7 +188,7 @@ def choose(gemm: Gemm, sms: int, tiles: tuple[Tile, ...], rates: Rates = TRITON)
 
 
 def _splits(tile: Tile, gemm: Gemm, sms: int, rates: Rates) -> Iterator[Tile]:
-    """Yield the unsplit tile, then copies of it with each split that may make the matmul faster.
+    """Yield the unsplit tile, then a copy of it for each way to split tiles that may make the matmul faster.
 
     The tiles of the first blocks may be split, and the last tiles may be split. If all rows are ready, only the tiles
     of the last wave may be split, and only if they fill at most half of the SMs. If all tiles fit in one wave, the last
@@ -214,9 +215,9 @@ def _splits(tile: Tile, gemm: Gemm, sms: int, rates: Rates) -> Iterator[Tile]:
 
 
 def _last_splits(tile: Tile, grid: Grid, sms: int) -> Iterator[Tile]:
-    """Yield copies of the tile with different numbers of last tiles to split, and of parts of each split tile.
+    """Yield copies of the tile with other values of `split` and `parts`, which split the last tiles.
 
-    There are always enough SMs for each part to have a separate program.
+    With these values, each part of a split tile runs on a separate SM.
     """
     units = grid.tiles + grid.early
     if grid.tiles <= sms:

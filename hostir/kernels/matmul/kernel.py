@@ -32,20 +32,22 @@ class Constants(NamedTuple):
         SPLIT: the last tiles are split along K. They are neither early tiles nor tiles of `own_rows`.
         PAIRS: the last tiles are split in two parts each.
         READY: rows arrive in blocks while the kernel runs.
-        OWN: block `first` needs no flag, because its rows come from `own_rows`. They are read there or in `a`.
+        OWN: block `first` needs no flag, because its rows are `own_rows`. The kernel reads these rows in `own_rows`, or
+            in `a` if they were copied there before the launch.
         FLAGS: the number of blocks, rounded up to a power of 2.
-        EARLY: the tiles of the first blocks are split in two.
-        DONE: the largest number of blocks of the completion flags that hold rows of one tile, rounded up to a power of
-            2; 0 without completion flags.
+        EARLY: the tiles of the first blocks, called early tiles, are split in two.
+        DONE: 0 without completion flags. Otherwise the largest number of blocks with completion flags that hold rows of
+            one tile, rounded up to a power of 2.
         OVERLAPS: the kernel may have started before the previous kernel of the stream has ended.
         PRECISION: `tf32` or `ieee`.
-        EXACT: float32 products by FMAs without tensor cores.
+        EXACT: float32 is multiplied by FMAs, not by tensor cores.
         RUN: with EXACT, the number of steps along K after which a partial sum is added to the total.
-        SCALES: scales of 8-bit operands. `rows`: a scale for each row of a and each column of b, or one for all.
-            `blocks`: a scale for SCALE_BLOCK elements of a row of a, and for SCALE_BLOCK^2 elements of b; BK and BN
-            divide SCALE_BLOCK. Empty without scales.
-        STEPWISE: the sum of each step along K is added to the total in float32, as with `blocks`. Else tensor cores add
-            up all steps; for 8-bit operands, their sums have fewer bits than float32.
+        SCALES: the layout of the scales of 8-bit operands; empty without scales. `rows`: each row of a and each column
+            of b has a scale, or the operand has one scale. `blocks`: each SCALE_BLOCK elements of a row of a have a
+            scale, and so does each block of SCALE_BLOCK^2 elements of b. BK and BN then divide SCALE_BLOCK.
+        STEPWISE: the sum of each step along K is added to the total in float32. With SCALES `blocks`, the kernel does
+            this even without STEPWISE. Else tensor cores add up all steps. The sums in tensor cores have fewer bits
+            than float32 if operands have 8 bits.
         PUSHED: the number of pieces that are copied to peers, rounded up to a power of 2; 0 without copies.
         ALIGNED: the targets of the pieces are aligned to 16 bytes.
         ADDS: the product is added to the old values of the output.
@@ -80,7 +82,7 @@ class Constants(NamedTuple):
 class Strides(NamedTuple):
     """Strides of the operands in elements; None if the operands are TMA descriptors.
 
-    `b` has a row and a column stride. The others have a batch, a row and a column stride.
+    `b` has a row and a column stride. The other operands have a batch, a row and a column stride.
     """
 
     own_rows: Any
@@ -90,7 +92,7 @@ class Strides(NamedTuple):
 
 
 class Bias(NamedTuple):
-    """A bias: a pointer and its stride."""
+    """The bias of a matmul: a pointer, and the stride between two elements."""
 
     base: Any
     step: Any
@@ -101,10 +103,10 @@ class Scales(NamedTuple):
 
     Fields:
         a, b: pointers.
-        a_row: stride between the scales of two rows of a. Rows are counted through all batches.
-        a_step: stride between the scales of two blocks of a along K.
-        b_step: stride between the scales of two blocks of b along K.
-        b_column: stride between the scales of two columns of b, or of two blocks of columns.
+        a_row: stride between the scales of two successive rows of a. Rows are counted through all batches.
+        a_step: stride between the scales of two successive blocks of a along K.
+        b_step: stride between the scales of two successive blocks of b along K.
+        b_column: stride between the scales of two successive columns of b, or of two successive blocks of columns.
     """
 
     a: Any
@@ -119,9 +121,13 @@ class Workspace(NamedTuple):
     """Memory that the programs of a launch share.
 
     Fields:
-        sums: partial sums in float32. With SPLIT, first those of the last tiles: `[split, parts, BM, BN]`, or with
-            PAIRS `[split, BM, BN]`. With EARLY, then those of the early tiles: `[early, BM, BN]`.
-        tickets: `[split + early tiles]` of int32, all 0: a counter for each split tile.
+        sums: partial sums of tiles in float32, in two areas. The first area belongs to the split tiles at the end. It
+            has the shape `[split, parts, BM, BN]`: each part of a tile stores a sum. With PAIRS, it has the shape
+            `[split, BM, BN]`: only the part that ends first stores a sum, and the other part adds this sum to its own.
+            The second area belongs to the early tiles. It has the shape `[early tiles, BM, BN]`, because early tiles
+            are split in pairs, too. An area is empty if no such tiles are split.
+        tickets: `[split + early tiles]` of int32: a counter for each split tile, the split tiles at the end first. All
+            counters are 0 before and after the launch.
     """
 
     sums: Any
@@ -174,7 +180,7 @@ class Product(NamedTuple):
 
 @triton.jit
 def load_pointers(base, row, column, height, width, row_stride, column_stride, BR: tl.constexpr, BC: tl.constexpr):
-    """Load the tile `[BR, BC]` at (row, column) of a `[height, width]` matrix; elements outside are 0."""
+    """Load the tile `[BR, BC]` at (row, column) of a `[height, width]` matrix. Elements outside the matrix are 0."""
     r = (row + tl.arange(0, BR)).to(tl.int64)[:, None]
     c = (column + tl.arange(0, BC)).to(tl.int64)[None, :]
     return tl.load(base + r * row_stride + c * column_stride, mask=(r < height) & (c < width), other=0.0)
@@ -182,7 +188,7 @@ def load_pointers(base, row, column, height, width, row_stride, column_stride, B
 
 @triton.jit
 def load_descriptor(desc, batch, row, column, BATCHED: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-    """Load the tile `[BR, BC]` at (row, column) of a TMA descriptor's matrix; elements outside are 0."""
+    """Load the tile `[BR, BC]` at (row, column) of a TMA descriptor's matrix. Elements outside the matrix are 0."""
     if BATCHED:
         return tl.reshape(desc.load([batch, row, column]), (BR, BC))
     else:
@@ -240,10 +246,10 @@ def scales_of_rows(product, place, step, C: tl.constexpr):
 
 @triton.jit
 def _load_columns(base, column, width, step, BC: tl.constexpr):
-    """Return `BC` elements of a vector from index `column` on, in shape `[1, BC]`. Elements past its end are 0.
+    """Return `BC` elements of a vector from index `column` on, in shape `[1, BC]`. Elements past the end are 0.
 
-    The load has one axis, and the second axis is added to its result. After a load of shape `[1, BC]`, Triton would use
-    the layout of that load for the tile of a batched output too. It would convert the complete tile to this layout
+    The load has shape `[BC]`, and the other axis is added to the loaded vector. After a load of shape `[1, BC]`, Triton
+    would use the layout of that load also for the tile of a batched output. To do so, it would move the complete tile
     through shared memory.
     """
     c = (column + tl.arange(0, BC)).to(tl.int64)
@@ -318,16 +324,19 @@ def claim_pair(tickets, tile):
 
 @triton.jit
 def publish_sum(tickets, tile):
-    """Signal that this program's partial sum is in memory. The first of the two programs of a tile calls this."""
+    """Signal that this program's partial sum is in memory.
+
+    Two programs compute a tile. The program that ends its part first calls this function.
+    """
     tl.debug_barrier()  # orders the writes of all threads before the release by one thread
     tl.atomic_add(tickets + tile, 1, sem="release", scope="gpu")
 
 
 @triton.jit
 def wait_for_first_sum(tickets, tile):
-    """Wait until the first program's partial sum is in memory; then reset the ticket to 0.
+    """Wait until the partial sum of the other program is in memory; then reset the ticket to 0.
 
-    The second of the two programs of a tile calls this.
+    Two programs compute a tile. The program that ends its part last calls this function.
     """
     ticket = tl.atomic_add(tickets + tile, 0, sem="acquire", scope="gpu")
     while ticket < 3:
@@ -340,7 +349,8 @@ def wait_for_first_sum(tickets, tile):
 def arrive(tickets, tile, parts):
     """Signal that this program's partial sum of a tile is in memory; return True if all `parts` sums are there now.
 
-    So only the last program gets True. This program sees all sums. It resets the ticket to 0 for the next launch.
+    So only the last of the tile's programs gets True. It sees all sums, and it has reset the ticket to 0 for the next
+    launch.
     """
     tl.debug_barrier()  # orders the writes of all threads before the atomic by one thread
     last = tl.atomic_add(tickets + tile, 1, sem="acq_rel", scope="gpu") == parts - 1
@@ -380,7 +390,10 @@ def add_sums(sums, slot, count, half, BM: tl.constexpr, BN: tl.constexpr, COLUMN
 
 @triton.jit
 def add_to_sum(sums, slot, acc, BM: tl.constexpr, BN: tl.constexpr):
-    """Return the tile `acc` plus the partial sum in a slot. Adds half by half: registers do not hold two tiles."""
+    """Return the tile `acc` plus the partial sum in a slot.
+
+    The two halves of the tile are added one after the other, because registers cannot hold two tiles.
+    """
     left, right = halves(acc, BM, BN)
     left = add_sums(sums, slot, 1, 0, BM, BN, BN // 2) + left
     right = add_sums(sums, slot, 1, 1, BM, BN, BN // 2) + right
@@ -417,7 +430,7 @@ def tile_position(tile, product, C: tl.constexpr):
 
 @triton.jit
 def _blocks_of(product, place, C: tl.constexpr):
-    """Return the indices of the first and the last block of `raised` that hold rows of a tile."""
+    """Return the indices of the first and the last block of `product.raised` that hold rows of a tile."""
     batch, row, _ = place
     top, end = batch * product.M + row, batch * product.M + min(row + C.BM, product.M)
     return top // product.raised.height, (end - 1) // product.raised.height
@@ -425,9 +438,10 @@ def _blocks_of(product, place, C: tl.constexpr):
 
 @triton.jit
 def count_tiles(product, place, more, wanted, C: tl.constexpr):
-    """If `wanted`, wait until this program's stores are in memory, and then count `more` tiles.
+    """If `wanted`, wait until this program's stores are in memory, and then count `more` tiles as stored.
 
-    They are counted in each block that holds rows of the tile at `place`. See `count` for `more` and for the flags.
+    They are counted in each block that holds rows of the tile at `place`. `count` describes `more`, and raises the
+    flags of complete blocks.
     """
     M, height = product.M, product.raised.height
     begin, end = _blocks_of(product, place, C)
@@ -452,8 +466,8 @@ def _dot(x, y, acc, C: tl.constexpr):
 def _add_step(x, y, acc, product, place, k, C: tl.constexpr):
     """Return `acc` plus the products of one step along K. The step begins at element `k`.
 
-    Triton's `max_num_imprecise_acc` cannot sum up a step separately. Triton 3.7 adds the sum of the step to the total
-    before it waits for the tensor cores, and PTX does not define the result.
+    Triton's option `max_num_imprecise_acc` cannot be used to sum up each step separately. With it, Triton 3.7 adds the
+    sum of a step to the total before it waits for the tensor cores, and PTX leaves the result undefined.
     """
     if C.SCALES == "blocks":
         block = k // _SCALE_BLOCK
@@ -502,7 +516,7 @@ def _contract(left, product, place, begin, stop, C: tl.constexpr):
 
 @triton.jit
 def unsplit_tiles(left, product, begin, stop, C: tl.constexpr):
-    """Compute this program's unsplit tiles: tiles `begin`, `begin` + grid size and so on, all before tile `stop`."""
+    """Compute this program's unsplit tiles: `begin`, `begin` + grid size, and so on, up to `stop` - 1."""
     stored = 0  # tiles that are stored but not yet counted
     # With PUSHED the loop contains another loop, so it is not flattened.
     for tile in tl.range(begin, stop, tl.num_programs(0), flatten=C.DESCRIPTORS and C.PUSHED == 0):
@@ -523,7 +537,8 @@ def unsplit_tiles(left, product, begin, stop, C: tl.constexpr):
 def part_of_tile(left, product, place, number, part, parts, workspace, PAIRS: tl.constexpr, C: tl.constexpr):
     """Compute one part along K of a tile. The program that finishes last stores the tile.
 
-    `number` is the index of the tile's ticket and of its partial sums in the workspace. PAIRS: the tile has two parts.
+    `number` is the index of the tile's ticket and of its partial sums in the workspace. PAIRS is True if the tile has
+    two parts.
     """
     COLUMNS: tl.constexpr = C.BN // 2 if C.HALVES else C.BN
     steps = tl.cdiv(product.K, C.BK)
@@ -566,7 +581,7 @@ def _early_tiles(left, product, unit, end, of_block, workspace, awaited, polls, 
     """Compute this program's parts of early tiles, block by block. Early tiles are all tiles before tile `end`.
 
     Each early tile is split in two parts, which are units of work. `unit` is the first unit of this program. A block
-    has `of_block` tiles. WAIT: wait for the rows of each tile.
+    has `of_block` tiles. If WAIT is True, the program waits for the rows of each tile.
 
     Returns the next unit of this program and the polls that are left. If a program gives up, it still multiplies the
     rows that have not arrived, because another program waits for its sum.
@@ -625,7 +640,7 @@ def matmul_kernel(
     strides,  # Strides
     C: tl.constexpr,  # Constants
 ):
-    """Compute this program's parts of early tiles, then its unsplit tiles, then with SPLIT its part of a split tile."""
+    """Compute this program's parts of early tiles, then its unsplit tiles, and then its part of a split tile."""
     tile = tl.program_id(0)
     tiles = batches * tl.cdiv(M, C.BM) * tl.cdiv(N, C.BN)
     alone = unsplit if C.SPLIT else tiles

@@ -86,24 +86,24 @@ def matmul(
     """Compute `out[..., N] = a[..., K] @ b (+ bias)`, accumulated in float32, on the current stream; return `out`.
 
     Args:
-        a: `[..., K]`. The leading axes of `a` and `out` must merge in the same way: into rows with a single stride, or
-            into two axes `[batch, rows]` with any strides. Neither tensor is copied. K may have any stride.
+        a: `[..., K]`. The leading axes of `a` and `out` must merge in the same way: into one axis of rows, or into two
+            axes `[batch, rows]`. Each merged axis may have any stride. Neither tensor is copied. K may have any stride.
         b: `[K, N]`, or the weight `[N, K]` if `transpose_b` is True. It may have any strides.
         out: `[..., N]` with the leading axes of `a`. It is overwritten, and must overlap neither itself nor another
             argument.
         bias: `[N]`, added before rounding.
         ready: flags for equal blocks of the flattened rows of `a`, which may still arrive. A tile begins when its rows
-            are ready. Tiles follow the order of blocks, from `ready.first` on. If blocks are lower than a tile, or `a`
-            has several batches, a tile may span several blocks: it waits for all of them. With the same tile and the
-            same splits, results are bitwise equal to a matmul without flags. If a block does not arrive, the kernel
-            reports it in `ready.timeouts`. The tiles that need the block are then not written. The tiles that the same
-            programs would have computed later are not written either. But split tiles are always written: from the data
-            that the memory of the block holds.
+            are ready. Tiles are computed in the order of their blocks, from `ready.first` on. If blocks are lower than
+            a tile, or `a` has several batches, a tile may span several blocks: it waits for all of them. With the same
+            tile and the same splits, results are bitwise equal to a matmul without flags. If a block does not arrive,
+            the kernel reports it in `ready.timeouts`. The tiles that need the block are then not written. The tiles
+            that the same programs would have computed later are not written either. But split tiles are always written.
+            They are computed from the data that is in the block's memory.
         done: completion flags for equal blocks of the flattened rows of `out`. The kernel raises each flag once its
-            block is stored. Tiles follow the order of blocks, from `done.first` on. But with `ready`, they follow the
-            order of `ready`. A tile may span several blocks. With the same tile and the same splits, results are
-            bitwise equal to a matmul without flags. If rows of `ready` do not arrive, the flags of blocks that need
-            them do not rise.
+            block is stored. Tiles are computed in the order of their blocks, from `done.first` on. But with `ready`,
+            they are computed in the order of the blocks of `ready`. A tile may span several blocks. With the same tile
+            and the same splits, results are bitwise equal to a matmul without flags. If rows that `ready` waits for do
+            not arrive, the flags of the blocks that need these rows do not rise.
         own_rows: `[..., K]`, rows that replace block `ready.first`. The kernel does not wait for this block. If there
             are few rows, or no TMA descriptor can describe them, they are copied to their place in `a`. Otherwise they
             are read in place, and no tile spans several blocks. Then each block must consist of complete batches of
@@ -154,10 +154,10 @@ def multiply(
 
     Args:
         scales: the scales of 8-bit operands.
-        adds: add the product to the old values of `out`. The sum is rounded once.
+        adds: True to add the product to the old values of `out`. The sum is rounded once.
         pushed: copies of pieces of `out` to peers. Each piece consists of complete rows. The kernel stores the pieces
-            from registers, and raises their flags at its end. `out` must be contiguous, and `ready` and `done` must be
-            None.
+            from registers, and raises the flags of the pieces when it ends. `out` must be contiguous, and `ready` and
+            `done` must be None.
 
     `b` is `[K, N]`. The other arguments are as in `matmul`.
     """
@@ -207,7 +207,8 @@ def _write_empty_product(out: torch.Tensor, bias: torch.Tensor | None) -> None:
 def _dtype_name(t: torch.Tensor, tf32: bool, stepwise: bool) -> str:
     """Return the name that `Gemm.dtype` uses for the dtype of an operand.
 
-    `tf32` selects `tf32` instead of `f32`. `stepwise` selects `f8s` instead of `f8`.
+    If `tf32` is True, the name of float32 is `tf32` instead of `f32`. If `stepwise` is True, the name of an 8-bit dtype
+    is `f8s` instead of `f8`.
     """
     if t.dtype in DTYPES_8_BIT:
         return "f8s" if stepwise else "f8"

@@ -16,7 +16,7 @@ DTYPES_8_BIT = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 @dataclass(frozen=True)
 class Rows:
-    """The leading axes of `a` and `out` as `batches` of `M` rows each, with the strides of both in elements."""
+    """The leading axes of `a` and `out`, merged into `batches` batches of `M` rows, and their strides in elements."""
 
     batches: int
     M: int
@@ -77,7 +77,7 @@ def place_own_rows(own_rows: torch.Tensor, a: torch.Tensor, ready: ReadyFlags) -
 
 
 def own_row_strides(own_rows: torch.Tensor, rows: Rows) -> tuple[int, int, int]:
-    """Return the batch, row and column strides of `own_rows`. Their leading axes must merge."""
+    """Return the batch, row and column strides of `own_rows`. Its leading axes must merge into one axis."""
     row, column = rows_or_copy(own_rows).stride()
     return rows.M * row, row, column
 

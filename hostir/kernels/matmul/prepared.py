@@ -60,22 +60,22 @@ class MatmulLaunch:
     Fields:
         tile: the tile that the launch was prepared with.
         programs: size of the grid.
-        described: TMA layouts of a, b, out and of `own_rows` that are read in place. None: operands are pointers.
+        described: TMA layouts of a, b and out, and of `own_rows` if they are read in place. None if operands are
+            pointers.
         blocks: the shape of the tile that each descriptor moves.
         bias_step: stride of the bias, in elements.
         scale_steps: strides of the scales of a, then of b, as in `Scales`; empty without scales.
-        block: rows of a block that the kernel waits for; None without flags.
-        raised_block: rows of a block after which the kernel raises a flag; None without flags.
-        schedule: number of unsplit tiles, number of split tiles after them, and parts of each split tile. None if no
-            tile is split.
-        sums, tickets: sizes of the `workspace`.
-        counts: index in the tickets at which the counts of blocks begin; each takes two words. The tickets of split
-            tiles come before it.
-        pushed_block: rows of a piece that is copied to peers; None without copies.
+        block: number of rows of a block that the kernel waits for; None if it waits for no flags.
+        raised_block: number of rows of a block for which the kernel raises a flag; None if it raises no flags.
+        schedule: the kernel's arguments `unsplit`, `split` and `parts`. None if no tile is split.
+        sums, tickets: numbers of elements of the two tensors from `workspace`.
+        counts: index in the tickets at which the counts of blocks begin. Each count takes two tickets. The tickets
+            before this index belong to split tiles.
+        pushed_block: number of rows of a piece that is copied to peers; None without copies.
         copies_own: True if `own_rows` must be copied to their place in `a` before the launch. The launch then gets no
             `own_rows`.
-        sizes: the kernel's arguments from `early` to `K`.
-        strides, constants: further arguments of the kernel; it is compiled for the constants.
+        sizes: the values of the kernel's parameters from `early` to `K`.
+        strides, constants: the values of the kernel's last two parameters. The kernel is compiled for the constants.
         options: Triton's compile options.
     """
 
@@ -106,7 +106,7 @@ class MatmulLaunch:
         self._rest = (*self.sizes, self.strides, self.constants)
 
     def launch(self, call: MatmulCall) -> Again | None:
-        """Launch for the tensors of a call, on the current stream.
+        """Launch the kernel for the tensors of a call, on the current stream.
 
         Returns a function that launches the kernel again for the same addresses, on the stream that is current at that
         time. Returns None in the interpreter.
@@ -152,7 +152,10 @@ class MatmulLaunch:
         return *self._arguments(call, lambda t: t, lambda *it: (self._descriptor(*it),)), counts, *shared, *self._rest
 
     def _start(self, compiled: Compiled, arguments: Sequence[Any]) -> None:
-        """Launch the compiled kernel on the current stream. `arguments` are its arguments before `counts`."""
+        """Launch the compiled kernel on the current stream.
+
+        `arguments` are the arguments for the kernel's parameters that precede `counts`.
+        """
         stream = compiled.stream(self.device.index)
         counts: int | None = None
         shared: Sequence[Any] = _NOT_SPLIT
@@ -171,10 +174,10 @@ class MatmulLaunch:
         pointer: Callable[[torch.Tensor], Any],
         descriptor: Callable[[int, torch.Tensor], Sequence[Any]],
     ) -> tuple[Any, ...]:
-        """Return the kernel's arguments before `counts`.
+        """Return the arguments for the kernel's parameters that precede `counts`.
 
-        `pointer` converts a tensor to an argument. `descriptor` converts the index of an operand (0 to 3: a, b, out,
-        own_rows) and its tensor to the arguments that describe it to TMA.
+        `pointer` converts a tensor to an argument. `descriptor` takes the index of an operand (0 for a, 1 for b, 2 for
+        out, 3 for own_rows) and its tensor. It returns the arguments that describe the tensor to TMA.
         """
         a, b, out, own_rows, bias, scales, ready, done, pushed = call
         operands: tuple[Any, ...]
@@ -201,7 +204,10 @@ class MatmulLaunch:
         return self.described[number].descriptor(tensor, self.blocks[number])
 
     def _encoded_descriptor(self, compiled: Compiled, number: int, tensor: torch.Tensor) -> Sequence[Any]:
-        """Return the kernel arguments that encode the TMA descriptor of an operand. They are cached by address."""
+        """Return the kernel arguments that encode the TMA descriptor of an operand.
+
+        `number` is the index of the operand. The arguments are cached by the address of the tensor.
+        """
         kept, address = self._encoded[number], tensor.data_ptr()
         encoded = kept.get(address)
         if encoded is None:

@@ -20,7 +20,7 @@ class Schedule:
     Fields:
         programs: the number of programs.
         unsplit: the number of units at the beginning that are not split further. A unit is a tile, or one half of an
-            early tile. One program computes each unit.
+            early tile. Each unit is computed by one program.
         parts: the number of parts of each of the remaining tiles; 0 if no tiles remain. A program computes at most one
             of these parts.
     """
@@ -49,16 +49,16 @@ class Grid:
 
     Fields:
         batches: the number of batches. No tile spans two batches. If the gemm has one batch and its rows arrive in
-            blocks, the blocks may count as batches. They do if a block is at least as high as a tile, or if no tile may
-            span two blocks. They do not otherwise, because their tiles would be partly empty.
+            blocks, each block counts as a batch if it is at least as high as a tile, or if no tile may span two blocks.
+            Other blocks do not count as batches, because their tiles would be partly empty.
         rows: the number of rows of a batch.
         tiles: the number of tiles.
         steps: the number of steps along K of each tile.
         blocks: the number of blocks that arrive one after another; 1 if all rows are ready.
         early_blocks: the number of blocks at the beginning whose tiles are split in two; 0 if tiles span blocks.
         early: the number of tiles of these early blocks.
-        first: the number of tiles at the beginning that are early or hold `own_rows`. They are never among the tiles
-            at the end that are split.
+        first: the number of tiles at the beginning that are early or hold `own_rows`. They are never among the tiles at
+            the end that are split.
     """
 
     batches: int

@@ -29,7 +29,8 @@ class Gemm:
         separate: True if no tile may span two blocks, because the rows of one block are elsewhere in memory.
         overlapped: True if a kernel directly before this one copies the blocks and overlaps it; False if copy engines
             copy them.
-        result: the bytes of an element of the result; None if it has as many as an element of an operand.
+        result: the bytes of an element of the result; None if elements of the result and of operands have the same
+            size.
     """
 
     m: int
@@ -58,10 +59,12 @@ class Tile:
         warps: warps per program.
         rate: throughput of the K loop, relative to the fastest tile of the same table.
         rate_waiting: the same throughput if rows arrive while the kernel runs; None if it is equal to `rate`.
-        halves: store the tile in two halves. The staging buffer is then half as large, which leaves room for a stage.
+        halves: True to store the tile in two halves. The staging buffer is then half as large, which leaves room for
+            another stage of the pipeline.
         group: rows of tiles that are computed together, so that they find each other's operands in L2.
-        split: the number of tiles at the end that are split along K, each among several programs (split-K).
-        parts: the largest number of programs for each of these tiles.
+        split: the number of tiles at the end that are split along K (split-K). Several programs share each of these
+            tiles.
+        parts: the largest number of programs that share a tile at the end.
         early_blocks: the number of blocks at the beginning in which each tile is split in two along K, so that more SMs
             are busy while few rows have arrived. 0 if tiles span two blocks.
     """
@@ -81,7 +84,7 @@ class Tile:
 
     @property
     def unsplit(self) -> Tile:
-        """The same tile without any split, as `candidates` returns it."""
+        """A copy of this tile that splits no tiles. `candidates` returns only such tiles."""
         return replace(self, split=0, parts=MAX_PARTS, early_blocks=0)
 
     def shared_memory(self, itemsize: int, *, descriptors: bool, result: int | None = None, adds: bool = False) -> int:
@@ -111,7 +114,7 @@ class Tile:
         result: int | None = None,
         adds: bool = False,
     ) -> Tile:
-        """Return this tile with as many of its stages as fit into `shared_memory` bytes, but at least one.
+        """Return this tile with fewer stages if they do not all fit into `shared_memory` bytes, but at least one stage.
 
         The other arguments are as in `Tile.shared_memory`.
         """

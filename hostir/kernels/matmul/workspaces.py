@@ -1,4 +1,4 @@
-"""Workspaces: memory that the programs of one launch share. Each stream has one, and each captured launch has one.
+"""Workspaces: memory that the programs of one launch share. Each stream and each captured launch has a workspace.
 
 A workspace holds the sums of split tiles, a ticket (a counter) for each split tile, and a count for each block of rows
 that has a completion flag.
@@ -52,7 +52,7 @@ def workspace(device: torch.device, stream: int, sums: int, tickets: int) -> tup
 
 
 def _sums(device: torch.device, sums: int) -> torch.Tensor:
-    """Return uninitialized memory for sums."""
+    """Return uninitialized memory for `sums` elements of float32."""
     return torch.empty(sums, dtype=torch.float32, device=device)
 
 

@@ -1,1 +1,1 @@
-"""The machine on which each rank has one GPU: streams, flags in memory, CUDA graphs, NCCL."""
+"""The machine on which each rank has one GPU. It uses streams, flags in memory, CUDA graphs, and NCCL."""

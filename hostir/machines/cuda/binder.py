@@ -1,4 +1,4 @@
-"""Binding on CUDA. Operations of an unrolled program become steps, which are closures that issue work to streams."""
+"""Bind an unrolled program on CUDA: turn its operations into steps, which are closures that issue work to streams."""
 
 from __future__ import annotations
 
@@ -76,7 +76,8 @@ class BufferFrees:
     def drop_with_the_run(self) -> set[int]:
         """Return the buffers that are dropped at the end of the run, and remove them from `late`.
 
-        The caller's stream has then joined all other streams, so the allocator need not know which streams use them.
+        At the end of the run, the caller's stream has joined all other streams. So the allocator need not know which
+        streams use these buffers.
         """
         allocated = self.context.unrolled.allocated
         buffers = {buffer for buffer in self.late if buffer not in allocated or allocated[buffer].stream == CALLER}
@@ -111,17 +112,17 @@ class CudaBinder:
     Fields:
         memory, one_sided: the symmetric memory and its operations; None if the program has no symmetric memory.
         steps, ops: the steps in issue order, and the operation of each step.
-        in_captures: the steps that a capture issues instead of the steps in `steps`, by their positions there.
+        in_captures: steps that replace elements of `steps` during a capture, by the positions of these elements.
         launches: the steps that only launch Triton kernels, with their operations.
         current: the stream that is current after the last step.
-        freed_later: the frees between a pushed product and its copies. They are bound after the kernel that carries out
-            the product and the copies. None elsewhere.
+        freed_later: the operations that free memory between a pushed product and its copies. They are bound after the
+            kernel that carries out the product and the copies. None while no such product is being bound.
         awaited_at_once: the handles of collectives that may run on the caller's stream.
         inlined: the handles of collectives that run on the caller's stream.
-        marks: the handles that are events of a stream, not Works of a process group.
+        marks: the handles that are events of a stream, and not torch's `Work` objects.
         switches: the steps that only make another stream the current one.
         engine_copies: the buffers that copy engines copy to or from a peer.
-        unnoticed: the number of steps at the beginning of a run that neither peers nor the next run can notice.
+        unnoticed: the number of steps at the beginning of a run that have no effect on peers or on the next run.
     """
 
     def __init__(
@@ -206,7 +207,7 @@ class CudaBinder:
         self.here(op, bind_allocate(op, self.context.registers, self.context.device))
 
     def add_symmetric(self, op: SymmetricOp) -> None:
-        """Put the buffer into its register now, because it is the same buffer in every run."""
+        """Put a symmetric buffer into its register now, and add no step, because every run uses the same buffer."""
         assert self.memory is not None
         self.context.registers[op.out] = self.memory.buffer(op)
 
@@ -249,9 +250,9 @@ class CudaBinder:
             self.direct(op, self.flagged.flags.signal(op))
 
     def add_push(self, op: CopyOp | SignalOp) -> bool:
-        """Return True if one kernel carries out the operation together with others.
+        """Return True if one kernel carries out this operation together with other operations.
 
-        If the operation is the last of these, add the step that launches the kernel.
+        If this operation is the last one that the kernel carries out, add the step that launches the kernel.
         """
         pushes, pushed = self.flagged.copies.pushes.get(id(op)), self.flagged.copies.products.get(id(op))
         if pushes is None or op is not pushes.ops[-1]:

@@ -1,4 +1,7 @@
-"""Computations on CUDA that wait for flags or raise flags: one kernel, or one kernel for each block of rows."""
+"""Computations on CUDA that wait for flags or raise flags.
+
+Such a computation is one kernel, or one kernel for each block of rows.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +47,8 @@ class BlockSteps:
 
         If there is a kernel that polls and raises flags, the step launches it. Otherwise the step launches one kernel
         for each block. There is one exception: a computation without `own_rows` that directly follows this rank's
-        copies by SMs. It could not start much before its last block is ready. So its step makes the stream wait for all
-        blocks, and launches one kernel.
+        copies by SMs. Such a computation could not start much before its last block is ready. So the step makes the
+        stream wait for all blocks, and then launches one kernel.
         """
         if op.ready is not None and id(op) in self.behind_products:
             op = replace(op, ready=replace(op.ready, overlapped_sms=0))
@@ -110,9 +113,10 @@ class BlockSteps:
         return step
 
     def by_blocks(self, op: ComputeOp) -> Step:
-        """Return the step that computes block by block.
+        """Return the step that computes an operation block by block.
 
-        The stream waits for the flags of each block before the block, and raises the flags of completed rows after it.
+        The stream waits for the flags of a block before it computes the block. Then it raises the flags of the rows
+        that are now complete.
         """
         context, kernel, ready, done = self.context, self.context.kernel(op), op.ready, op.done
         order = ready.order if ready is not None else done.order if done is not None else ()

@@ -32,8 +32,8 @@ class CopySteps:
     """Makes the steps of a plan's one-sided copies. A step makes one copy, or launches one kernel for several copies.
 
     Fields:
-        pushes: by the id of an operation, the run of copies by SMs that it belongs to.
-        products: by the id of an operation, the pushed product that it belongs to.
+        pushes: the run of copies by SMs to which an operation belongs, by the id of the operation.
+        products: the pushed product to which an operation belongs, by the id of the operation.
         behind_products: the ids of the computations that directly follow a pushed product.
         push_kernels: the number of kernels created so far that carry out a run of copies.
     """
@@ -111,7 +111,7 @@ class CopySteps:
 
 
 class StridedCopy:
-    """A copy between strided tensors by copy engines: one memcpy, or 2D copies of equally spaced rows.
+    """A copy between strided tensors by copy engines. It is one memcpy, or several 2D copies of equally spaced rows.
 
     The first call fixes the layouts of both tensors; later calls may change only their addresses.
     """
@@ -122,7 +122,7 @@ class StridedCopy:
         )
 
     def __call__(self, out: torch.Tensor, x: torch.Tensor, stream: int) -> None:
-        """Copy `x` to `out` on the stream with the handle `stream`. Do nothing if they have the same address."""
+        """Copy `x` to `out` on the stream with the handle `stream`. Do nothing if both have the same address."""
         target, source = out.data_ptr(), x.data_ptr()
         if target == source:
             return
@@ -148,7 +148,8 @@ class StridedCopy:
 def pieces(out: torch.Tensor, x: torch.Tensor) -> list[tuple[int, int, Memcpy2D | int]]:
     """Return the copies that make `out` equal to `x`.
 
-    Each copy is a triple: the byte offset in `out`, the byte offset in `x`, and a 2D copy or a size in bytes.
+    Each copy is a triple of the byte offset in `out`, the byte offset in `x`, and a description. The description is a
+    `Memcpy2D`, or the size in bytes of a contiguous copy.
     """
     size = x.element_size()
     levels = collapse(x.shape, x.stride(), out.stride()) or [(1, 1, 1)]

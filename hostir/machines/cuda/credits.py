@@ -21,12 +21,12 @@ from hostir.plan.unrolled import UnrolledProgram
 
 
 def uses_flags(unrolled: UnrolledProgram, op: Op) -> bool:
-    """Return True if an operation raises or waits for flags of any rank, or needs credits to access a peer."""
+    """Return True if an operation raises flags of any rank, waits for flags, or needs credits to access a peer."""
     return bool(op.raised_flags or op.awaited_flags) or unrolled.touches_peer(op)
 
 
 def unforked(unrolled: UnrolledProgram) -> list[Op]:
-    """Return the operations that use flags on a stream that has not waited for the caller's stream in this call."""
+    """Return the operations that use flags on a stream which has not yet waited for the caller's stream in the call."""
     forked = unrolled.order.forked
     return [op for at, op in enumerate(unrolled.ops) if uses_flags(unrolled, op) and not forked(at)]
 
@@ -35,9 +35,8 @@ def takes_credits_first(unrolled: UnrolledProgram) -> bool:
     """Return True if the caller's stream must take the credits at the beginning of the call.
 
     If the result is False, the first stream that accesses a peer takes the credits. Every other stream waits for that
-    stream before it accesses a peer. The result is True if that stream may be blocked before it takes the credits, by a
-    flag or because no SM is free. Then the other streams would wait for work that the program does not make them wait
-    for.
+    stream before it accesses a peer. The result is True if a flag or a lack of free SMs may block that stream before it
+    takes the credits. Then the other streams would wait for work that the program does not make them wait for.
     """
     ops, precedes = unrolled.ops, unrolled.order.precedes
     touching = [at for at, op in enumerate(ops) if unrolled.touches_peer(op)]
@@ -103,7 +102,7 @@ class CallBoundary:
         return [*fork, self.context.on(op.stream, self.take_credits()), *mark]
 
     def take_credits(self) -> Issue:
-        """Return a function that issues the following to a stream: wait for all credits, then consume them.
+        """Return a function that makes a stream wait for all credits and then consume them.
 
         This rank needs one credit from each peer whose flags it raises.
         """
@@ -138,7 +137,7 @@ class CallBoundary:
         return FlagResetKernel(self.context.device, flags, counters)
 
     def local(self, slot: Slot) -> int:
-        """Return the address of this rank's flag at a slot."""
+        """Return the address of this rank's flag that `slot` names."""
         return self.flags.address(*slot, self.flags.rank)
 
 

@@ -6,8 +6,9 @@ captured on the same stream, unless the caller names another one. If two such gr
 two streams, they corrupt each other's parts [PyTorch 2026]. A replayed graph and eager work on the stream of its
 capture corrupt each other's parts, too.
 
-So during a capture, an executor issues its products to private streams, one for each stream of its program. A private
-stream forks from the stream of the program and joins it again. This adds edges to the graph, but no nodes.
+So during a capture, an executor issues its products to private streams, one for each stream of its program. For each
+product, the private stream forks from the program's stream and joins that stream again. This adds edges to the graph,
+but no nodes.
 
 - [PyTorch 2026] pytorch/pytorch issue 193402, *Multiple separate CUDA graphs recorded on the same stream implicitly
   share memory*.
@@ -38,7 +39,7 @@ class CublasStreams:
         self.streams = {priority: own_stream(self, device, priority, products=True)}
 
     def wrap(self, kernel: Kernel) -> Kernel:
-        """Return a kernel that calls `kernel`: on a private stream during captures, else on the current stream."""
+        """Return a kernel that calls `kernel`. During captures, it calls `kernel` on a private stream."""
 
         def call(*tensors: torch.Tensor | None, **options: object) -> Again | None:
             if not torch.cuda.is_current_stream_capturing():

@@ -1,8 +1,8 @@
-"""Calls of the CUDA driver that torch does not offer: streams that write flags or wait for flags, copies, new streams.
+"""Call functions of the CUDA driver that torch does not offer, for flags in memory, copies, and new streams.
 
-Operations on flags need no SM. Copies need no SM either, except copies within one GPU, which the driver runs as
-kernels. All of them can be captured into a CUDA graph. (CUDA driver API: stream memory operations, memory management,
-stream management.)
+A stream can write a flag or wait for a flag without an SM. Copies need no SM either, except copies within one GPU,
+which the driver runs as kernels. All these operations can be captured into a CUDA graph. They are in the chapters on
+stream memory operations, memory management and stream management of the CUDA driver API.
 """
 
 from __future__ import annotations
@@ -92,10 +92,10 @@ def capture_id(stream: torch.cuda.Stream) -> int:
 
 
 class Allocations:
-    """The CUDA allocations that contained some addresses when this object was created.
+    """A record of the CUDA allocations that contained some addresses when this object was created.
 
-    CUDA may free an allocation and give its address to a new allocation. The unique number of an allocation tells the
-    two apart, but the address does not.
+    CUDA may free an allocation and give its address to a new allocation. The two allocations have the same address, but
+    different unique numbers.
     """
 
     def __init__(self, addresses: Sequence[int]) -> None:
@@ -105,7 +105,7 @@ class Allocations:
         self.numbers = [self.number(address) for address in self.addresses]
 
     def number(self, address: ctypes.c_uint64) -> int:
-        """Return the number of the allocation that contains an address now; 0 if the address is in no allocation."""
+        """Return the unique number of the allocation that contains an address now; 0 if no allocation contains it."""
         return 0 if self.call(self.pointer, BUFFER_ID, address) else self.result.value
 
     def still_there(self) -> bool:

@@ -32,7 +32,7 @@ class CudaFlags:
     The fields grow while the steps of the plan are made.
 
     Fields:
-        sent: the peer, buffer, slot and epoch of each signal so far. A repeated signal gets no step.
+        sent: the peer, buffer, slot and epoch of each signal that has a step so far. A repeated signal gets no step.
         barriers: the barriers that have a step so far. A barrier that credits replace is not listed.
     """
 
@@ -45,7 +45,7 @@ class CudaFlags:
         self.barriers: list[BarrierOp] = []
 
     def place(self, register: int) -> BufferPlace:
-        """Return the symmetric buffer that the tensor in a register belongs to."""
+        """Return the symmetric buffer to which the tensor in a register belongs."""
         unrolled = self.context.unrolled
         return unrolled.symmetric[unrolled.buffers[register]].home
 
@@ -56,7 +56,7 @@ class CudaFlags:
     def signal(self, op: SignalOp) -> Step | None:
         """Return the step that raises a flag.
 
-        Returns None if the call has raised the flag to this epoch before, or if stream order replaces the flag.
+        Returns None if an earlier step of the call raises the flag to this epoch, or if stream order replaces the flag.
         """
         flag = self.raised(op)
         if not flag or self.is_sent(op):
@@ -78,9 +78,9 @@ class CudaFlags:
         return 0 if ordered else self.address(place, op.slot, op.peer)
 
     def is_sent(self, op: SignalOp) -> bool:
-        """Record a signal; return True if the call sends the same signal earlier.
+        """Record a signal; return True if an earlier step of the call sends the same signal.
 
-        The same signal must not be sent twice: the second one might arrive after the flag's reset.
+        The same signal must not be sent twice, because the second signal might arrive after the flag is reset.
         """
         signal = op.peer, self.place(op.flags), op.slot, op.epoch
         sent = signal in self.sent
@@ -136,7 +136,7 @@ class CudaFlags:
         return own_stream(self, self.context.device, priority=0)
 
     def missing(self) -> list[tuple[Op, str]]:
-        """Return the operations that wait for flags which have not risen, each with a description for messages.
+        """Return the operations that wait for flags which have not risen, and a description of each for messages.
 
         The description states the flag's value, or the ranks that have not come to a barrier. This function does not
         wait for the streams of the call, because they may never end.

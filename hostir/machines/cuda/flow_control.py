@@ -4,11 +4,12 @@ A flag holds an epoch. Every call starts with its flags at 0, so all replays of 
 a call by resetting the flags that peers raised. It then grants each of these peers a *credit*, the right to signal
 again: it adds 1 to a counter in the peer's memory. Before a rank accesses a peer in a call, it waits until it has a
 credit from every rank whose flags it raises in the call. Then it sets its counter back to 0. A rank cannot grant a
-second credit before the first is consumed, because a call ends only after all flags that peers raise in it have risen.
+second credit before the first credit is consumed, because a call ends only after all flags that peers raise in the call
+have risen.
 
 A credit also says that the rank has finished the previous call. So the credits of a team can replace its first barrier,
 if no rank of the team does anything that concerns a peer before the barrier. Credits say nothing about ranks that are
-reached only through a third rank. So the first barrier of a second team stays.
+reached only through a third rank. So they cannot replace the first barrier of a second team.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ ALWAYS_RAISED = 1 << 62  # a value that is at least as high as any epoch
 
 
 def notes(unrolled: UnrolledProgram) -> str:
-    """Return JSON for peers: the highest epoch of each flag that this rank raises, and this rank's first barrier."""
+    """Return a JSON text for peers: the highest epoch of each flag that this rank raises, and its first barrier."""
     raised: dict[tuple[int, Slot], int] = {}
     homes = _homes(unrolled)
     for op in unrolled.ops:
@@ -49,16 +50,16 @@ def notes(unrolled: UnrolledProgram) -> str:
 
 
 def _homes(unrolled: UnrolledProgram) -> dict[int, BufferPlace]:
-    """Return the name and rounds of each symmetric buffer, by its register."""
+    """Return the name and the rounds of each symmetric buffer. The keys are the registers of the buffers."""
     return {register: op.home for register, op in unrolled.symmetric.items()}
 
 
 def _first_barrier(unrolled: UnrolledProgram) -> FirstBarrier | None:
-    """Return the first barrier of a call, and this rank's memory and flags that are used before it.
+    """Return the first barrier of a call, and the memory and the flags of this rank that are used before the barrier.
 
-    Returns None if there is no barrier, or if the rank communicates or accesses a peer before it. Only the first
-    barrier of the call counts. If a rank is in two teams, credits do not cover its work before the second team's
-    barrier.
+    Returns None if there is no barrier, or if the rank communicates or accesses a peer before the barrier. Only the
+    first barrier of the call counts. If a rank is in two teams, credits do not order the rank's work before the barrier
+    of the second team.
     """
     homes, at = _homes(unrolled), unrolled.extents
     touched: list[tuple[BufferPlace, ElementRange]] = []
@@ -79,14 +80,14 @@ class FlowControl:
     """The flags that a rank resets at the end of a call, and the credits that it takes and grants.
 
     Fields:
-        signaled: the peers whose flags this rank raises. It needs a credit from each of them.
-        signalers: the peers that raise this rank's flags. It grants a credit to each of them.
+        signaled: the peers whose flags this rank raises. This rank needs a credit from each of these peers.
+        signalers: the peers that raise this rank's flags. This rank grants a credit to each of these peers.
         raised: this rank's flags that signals raise in a call, with the last epoch of each flag.
-        unawaited: the flags in `raised` for which no statement of this rank waits until their last epoch. The end of
-            the call waits for them.
+        unawaited: the flags in `raised` for which no statement of this rank waits until the flag has its last epoch.
+            The end of the call waits for these flags.
         stream_ordered: this rank's flags that only this rank raises, on the same stream that waits for them. The order
             of the stream replaces these flags.
-        implied_barriers: the teams whose first barrier is replaced by credits.
+        implied_barriers: the teams that need no first barrier, because credits replace it.
     """
 
     signaled: frozenset[int]
@@ -133,10 +134,11 @@ class FlowControl:
 def _with_barriers(
     signals: set[tuple[int, int]], all_notes: Sequence[dict[str, Any]], offers: Sequence[Offer]
 ) -> tuple[set[tuple[int, int]], frozenset[RanksOfTeam]]:
-    """Return all pairs (rank, peer whose flags it raises), and the teams whose first barrier is replaced by credits.
+    """Return the pairs of ranks that signal each other, and the teams that need no first barrier because of credits.
 
-    `signals` are the pairs without barriers. Credits replace a barrier only if every two ranks of its team grant each
-    other credits for other flags anyway.
+    In each pair, the first rank raises flags of the second rank. `signals` are the pairs that follow from signals
+    alone; barriers add further pairs. Credits replace a barrier only if every two ranks of its team grant each other
+    credits anyway, because of other flags.
     """
     counts = {b.rounds: b.shape[0] for offer in offers for b in offer.buffers if b.name == BARRIERS and b.rounds}
     touched = [touch for offer in offers for touch in offer.touches]
@@ -149,7 +151,7 @@ def _with_barriers(
 def _begins_with(
     all_notes: Sequence[dict[str, Any]], touched: Sequence[PeerRange], team: RanksOfTeam, rank: int
 ) -> bool:
-    """Return True if a rank's first barrier is a barrier of `team`, and nothing before it concerns a peer.
+    """Return True if a rank's first barrier is a barrier of `team`, and nothing before this barrier concerns a peer.
 
     `touched` are the ranges of symmetric memory that ranks access on their peers.
     """
@@ -203,10 +205,10 @@ def waits(unrolled: UnrolledProgram) -> Iterator[tuple[Slot, int, Op]]:
 
 
 def _streams(unrolled: UnrolledProgram) -> dict[Slot, set[int]]:
-    """Return the streams of this rank that raise a flag of this rank or wait for it, by flag.
+    """Return, for each flag of this rank, the streams of this rank that raise the flag or wait for it.
 
-    NO_STREAM is among them if an operation raises the flag before it ends, or may start before earlier work of its
-    stream has ended.
+    NO_STREAM is among these streams if an operation raises the flag before the operation ends, or if it may start
+    before earlier work of its stream has ended.
     """
     homes, streams = _homes(unrolled), dict[Slot, set[int]]()
     for op in unrolled.ops:
@@ -220,7 +222,7 @@ def _streams(unrolled: UnrolledProgram) -> dict[Slot, set[int]]:
 
 
 def _awaited(unrolled: UnrolledProgram) -> dict[Slot, int]:
-    """Return the highest epoch for which a rank waits, by flag."""
+    """Return, for each flag, the highest epoch for which a rank waits."""
     awaited: dict[Slot, int] = {}
     for slot, epoch, _ in waits(unrolled):
         awaited[slot] = max(awaited.get(slot, 0), epoch)

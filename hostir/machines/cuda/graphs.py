@@ -1,23 +1,24 @@
 """CUDA graphs of an executor: a call with the same addresses as before is one graph launch.
 
-A call with `out=` gets all its addresses from the caller. After two such calls at the same addresses the plan is
-captured, which executes nothing. From then on its graph is launched on the caller's stream. The graph does not keep the
-caller's tensors alive: it reads and writes the memory at their addresses.
+A call with `out=` gets all its addresses from the caller. After two such calls at the same addresses, the plan is
+captured. The capture executes nothing. From then on, the captured graph is launched on the caller's stream. The graph
+does not keep the caller's tensors alive: it reads and writes the memory at their addresses.
 
-There is one exception. A copy to or from a peer is a memcpy node, and CUDA resolves the addresses of a memcpy node to
-allocations when the graph is instantiated. The caller's tensor may be freed, its memory returned to CUDA
+Copies with peers are an exception. A copy to or from a peer is a memcpy node, and CUDA resolves the addresses of a
+memcpy node to allocations when the graph is instantiated. The caller's tensor may be freed, its memory returned to CUDA
 (`empty_cache`), and its address given to another allocation. Then a launch of the graph fails: "invalid argument",
-"unspecified launch failure", or a segmentation fault in the driver. So before each launch, hostir compares these
-allocations with the allocations at the capture. If they have changed, it drops the graph.
+"unspecified launch failure", or a segmentation fault in the driver. So before each launch, hostir compares the
+allocations that now contain these addresses with the allocations at the time of the capture. If an allocation has
+changed, hostir drops the graph.
 
 Workspaces come from a pool that all graphs of the executor share, and kernels may share per-stream library state with
 eager calls. So calls of one executor run in order, even if they are made on different streams.
 
-Programs that communicate through NCCL are not captured here. All ranks must capture such a call, and they must replay
-graphs of one common capture [NCCL 2025]. But addresses differ between ranks: a call at known addresses on one rank may
-be a call at new addresses on another rank. So the ranks would not capture the same call. The caller can capture a call
-on all ranks at once. One-sided copies, signals and barriers need no such agreement: to a peer, captured operations are
-the same as eager operations.
+Programs that communicate through NCCL are not captured here. All ranks must capture the same call together, and they
+must replay the graphs of this common capture [NCCL 2025]. But addresses differ between ranks: a call at known addresses
+on one rank may be a call at new addresses on another rank. So the ranks would not capture the same call. But the caller
+can capture a call on all ranks at once. One-sided copies, signals and barriers need no such agreement: a peer sees no
+difference between captured operations and eager operations.
 
 - [NCCL 2025] NVIDIA Collective Communication Library user guide, *Using NCCL with CUDA Graphs*.
 """
@@ -55,7 +56,10 @@ class Capturable(Protocol):
         """The reason why runs of the plan must not be captured; empty if they may be captured."""
 
     def run(self, inputs: Sequence[Part], outs: Sequence[Part] | None, capturing: bool) -> tuple[Part, ...]:
-        """Issue one run that writes the outputs to the tensors `outs`. `capturing`: the current stream is captured."""
+        """Issue one run that writes the outputs to the tensors `outs`.
+
+        `capturing` is True if the current stream is part of a capture.
+        """
 
 
 class GraphedCall(Protocol):
@@ -72,7 +76,7 @@ class GraphedCall(Protocol):
 
 
 def uniform_only(unrolled: UnrolledProgram) -> str:
-    """Return the reason why a rank must not capture a program without the other ranks; empty if it may."""
+    """Return the reason why a rank must not capture a program unless all other ranks do so too; empty if it may."""
     if not any(op.in_graph for op in unrolled.ops):
         return "nothing runs with these sizes, and torch warns of an empty graph"
     op = next((op for op in unrolled.ops if op.by_group), None)
@@ -82,17 +86,18 @@ def uniform_only(unrolled: UnrolledProgram) -> str:
 
 
 class Graphs:
-    """The CUDA graphs of one executor. Not thread-safe.
+    """The CUDA graphs of one executor. The class is not thread-safe.
 
     Args:
         device: this rank's device.
         name: the name of the program.
         calls: the executor's bound calls, the least recently bound first.
-        first: a function that returns True if this rank is the first of the job to lose its graphs. Only that rank
-            warns.
+        first: a function that returns True if this rank is the first rank of the job to lose its graphs. Only the first
+            rank warns.
 
     Fields:
-        refusal: the reason why there will be no more graphs (a capture failed, or the session has ended), or None.
+        refusal: the reason why there will be no more graphs: a capture failed, or the session has ended. None if there
+            may be more graphs.
     """
 
     def __init__(
@@ -139,10 +144,10 @@ class Graphs:
             raise error(f"the CUDA graph of @{self.name} could not be launched: {problem}") from problem
 
     def capture_when_due(self, call: GraphedCall, inputs: Sequence[Part], outs: Sequence[Part]) -> bool:
-        """Capture a call and launch its graph, if the call has been issued often enough; return True if launched.
+        """Capture a call and launch its graph, if the call has been issued often enough. Return True if this was done.
 
-        Each capture of a call quadruples the number of eager calls before its next capture. So captures become rare if
-        more calls take turns than an executor has graphs.
+        Each capture of a call quadruples the number of eager calls before the next capture of this call. So captures
+        become rare if more calls take turns than an executor can keep graphs for.
         """
         if self.refusal or call.plan.eager_only:
             return False
@@ -165,7 +170,7 @@ class Graphs:
     def capture(self, plan: Capturable, inputs: Sequence[Part], outs: Sequence[Part]) -> torch.cuda.CUDAGraph | None:
         """Capture a run and return its graph. The capture executes nothing.
 
-        If the capture fails, warn, make no more graphs, and return None.
+        If the capture fails, it warns and returns None, and this object makes no more graphs.
         """
         began = time.perf_counter()
         try:

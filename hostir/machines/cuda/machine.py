@@ -54,8 +54,8 @@ from hostir.plan.unrolled import UnrolledProgram
 class CudaMachine:
     """A device, its worker streams, its symmetric memory, and the process groups of this rank's teams.
 
-    Messages have separate process groups, because NCCL runs the operations of a group in order, and collectives must
-    not wait for messages.
+    Messages have separate process groups. In a shared group, collectives would wait for messages, because NCCL runs the
+    operations of a group in order.
     """
 
     name = "cuda"
@@ -77,7 +77,7 @@ class CudaMachine:
         self.launcher = launcher() if NATIVE.get() else None  # None: Python issues all steps
 
     def kernel(self, op: ComputeOp) -> Kernel:
-        """Return the kernel of a computation. If it calls cuBLAS, it does so on a private stream during captures."""
+        """Return the kernel of a computation. During captures, it calls cuBLAS on a private stream."""
         kernel = kernels_for(self.kernels, torch_dtype(op.dtype))[op.computation]
         if kernel not in BY_CUBLAS:
             return kernel
@@ -94,7 +94,7 @@ class CudaMachine:
         limit: int | None = None,
         first: Sequence[torch.Tensor | None] = (),
     ) -> CudaPlan:
-        """Return a plan that uses the symmetric memory shared by all compatible sizes; see `SymmetricMemory.of`.
+        """Return a plan. All plans for compatible sizes share their symmetric memory: see `SymmetricMemory.of`.
 
         `first` are the inputs of the first call. Kernels are compiled and loaded for the alignment of their addresses.
         """
@@ -104,7 +104,7 @@ class CudaMachine:
     def connect(self, teams: Sequence[tuple[int, ...]]) -> None:
         """Create this rank's process groups for messages, and connect their ranks.
 
-        Without this, NCCL would connect them at the first message.
+        Without this method, NCCL would connect the ranks at the first message.
         """
         self.messages.prepare(teams)
         for team in teams:
@@ -166,8 +166,8 @@ class CudaPlan:
     def load(self, first: Sequence[torch.Tensor | None]) -> None:
         """Compile and load the Triton kernels that a run launches, for inputs with the addresses of `first`.
 
-        Raises HostIRError if a kernel is too large for the GPU; the error names the kernel's statement. It is raised
-        before any work of a call is issued, on all ranks with the same layouts.
+        Raises HostIRError if a kernel is too large for the GPU. The error names the kernel's statement. All ranks with
+        the same layouts raise it, before they issue any work of a call.
         """
         launches = [*self.launches, *(self.one_sided.launches if self.one_sided else ())]
         if not launches:
@@ -192,8 +192,8 @@ class CudaPlan:
     def stand_ins(self, inputs: Mapping[int, torch.Tensor | None]) -> list[Any]:
         """Return a list with a stand-in for the tensor that each register holds in a run.
 
-        `inputs` holds the caller's inputs, by their registers. A run allocates aligned memory. So for a tensor in such
-        memory, its offset serves as its address.
+        `inputs` holds the caller's inputs, by their registers. The memory that a run allocates is aligned. So a
+        stand-in for a tensor in such memory has the tensor's offset as its address.
         """
         from hostir.kernels.devices import StandIn  # which needs Triton
 
@@ -223,8 +223,8 @@ class CudaPlan:
     ) -> tuple[torch.Tensor | None, ...]:
         """Issue one run and return the outputs.
 
-        If the caller passes `outs`, the outputs are written to these tensors. `capturing` is True if the current stream
-        is part of a capture. If a launch fails, raises HostIRError that names the statement.
+        If `outs` is not None, the outputs are written to these tensors. `capturing` is True if the current stream is
+        part of a capture. If a launch fails, raises HostIRError that names the statement.
         """
         registers, held = self.registers, self.unrolled.inputs
         self.streams[CALLER] = current(self.machine.device)
@@ -263,9 +263,9 @@ class CudaPlan:
         return self.in_python if self.tapes is None else self.tapes.steps(self)
 
     def join_workers(self) -> None:
-        """Make the caller's stream wait for the work on all worker streams, and make it the current stream.
+        """Make the caller's stream the current stream, and make it wait for the work on all worker streams.
 
-        So memory that is freed now is not reused too early.
+        Memory that is freed after this is not reused too early.
         """
         caller = self.streams[CALLER]
         for stream in self.machine.streams:
@@ -280,11 +280,11 @@ class CudaPlan:
 
     @property
     def noticed(self) -> bool:
-        """True if the latest run has begun a step that peers can notice, or that waits for a flag or raises one."""
+        """True if the latest run has begun a step that affects peers, waits for a flag, or raises a flag."""
         return self.issued > self.unnoticed
 
     def in_flight(self) -> list[Op]:
-        """Return a list with the operation that the host issued last in the latest run; empty if it issued none."""
+        """Return a list with the last operation that the host issued in the latest run; empty if it issued none."""
         issued = self.issued
         return self.ops[issued - 1 : issued] if issued else []
 
@@ -292,7 +292,7 @@ class CudaPlan:
         return self.unrolled.describe(op)
 
     def progress(self) -> None:
-        """Return None: the host never waits in a run, so there is no progress to watch.
+        """Return None, because the host never waits in a run, so there is no progress to watch.
 
         `Executor.synchronize` watches the device.
         """
@@ -303,9 +303,9 @@ class CudaPlan:
     def problem(self) -> HostIRError | None:
         """Return an error for the timeouts that the device has reported so far, or None.
 
-        This does not wait for the device. Every call and the watchdog's thread call this. If a kernel has given up
-        waiting, a late signal of a peer would count for the next call. So this also marks the groups as abandoned: the
-        ranks then renew their shared state before the next call.
+        This method does not wait for the device. Every call and the watchdog's thread use it. If a kernel has given up
+        waiting, a late signal of a peer would count for the next call. So in this case the method also marks the groups
+        as abandoned: the ranks then renew their shared state before the next call.
         """
         timeouts = self.machine.timeouts.problem()
         if timeouts is not None and self.memory is not None and len(self.memory.offers) > 1:
@@ -317,7 +317,10 @@ class CudaPlan:
         return headline(problem) if problem is not None else ""
 
     def busy(self) -> list[tuple[Op, str]]:
-        """Return the operations that may be unfinished, each with a description. Do not call this during a capture."""
+        """Return the operations that may be unfinished, and a description of each.
+
+        This method must not be called during a capture.
+        """
         pool = len(self.machine.streams)
         running = {i if i < pool else CALLER for i, stream in enumerate(self.streams) if not stream.query()}
         unfinished = [op for op in self.unrolled.ops if op.by_group and op.stream in running]

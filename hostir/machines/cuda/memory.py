@@ -57,9 +57,9 @@ class PeerMemory:
 
     @contextlib.contextmanager
     def offering(self, size: int) -> Iterator[str]:
-        """Enter the context of a rendezvous, and yield the index of this rank's GPU for peers.
+        """Enter the context of a rendezvous, and yield a text for peers: the index of this rank's GPU.
 
-        When the context ends, drop this object's references to the memory. If the rendezvous failed, this frees the
+        When the context ends, this object drops its references to the memory. If the rendezvous failed, this frees the
         memory.
         """
         if why := why_not(self.device):
@@ -70,7 +70,7 @@ class PeerMemory:
             self.mine, self.handle = torch.empty(0), None
 
     def reserve(self, size: int) -> None:
-        """Allocate `size` bytes of zeros: torch's symmetric memory if there are peers, else ordinary memory."""
+        """Allocate `size` bytes of zeros, in torch's symmetric memory if there are peers, else in ordinary memory."""
         if not dist.is_initialized():
             self.mine = torch.zeros(size, dtype=torch.uint8, device=self.device)
             return
@@ -79,7 +79,7 @@ class PeerMemory:
         self.mine = symmetric_memory.empty(size, dtype=torch.uint8, device=self.device).zero_()
 
     def map(self, offers: Sequence[Offer], ranks: set[int]) -> dict[int, torch.Tensor]:
-        """Map the memory of these ranks and return it as bytes, by rank. All ranks must call this."""
+        """Map the memory of `ranks`, and return the bytes of each rank. All ranks must call this."""
         mine, self.mine = self.mine, torch.empty(0)
         if len(offers) == 1:
             return {self.rank: mine}
@@ -95,19 +95,19 @@ class PeerMemory:
         torch.cuda.synchronize(self.device)
 
     def release(self, memories: Sequence[SharedMemory], abort: Callable[[], None], seconds: float) -> str:
-        """Wait until all calls have ended on the GPU. If they wait for peers too long, raise all flags of this rank.
+        """Wait until all calls have ended on the GPU. If calls wait for peers too long, raise all flags of this rank.
 
-        hostir calls this after a call that ended midway. Earlier calls end by themselves. Calls that end only because
-        their flags are raised here read NaN. This method polls the streams, because a thread that waits for the
-        complete device may keep the driver from issuing the work that raises the flags. Another thread aborts NCCL,
-        because NCCL then frees memory, and the driver waits until the device is idle.
+        hostir calls this after a call that ended midway. The calls before that call end without help. Calls that end
+        only because this method raises their flags read NaN. This method polls the streams, because a thread that waits
+        for the complete device may keep the driver from issuing the work that raises the flags. Another thread aborts
+        NCCL, because NCCL then frees memory, and the driver waits until the device is idle.
 
         Args:
             memories: all symmetric memory of this rank.
             abort: a function that aborts the process groups, so that NCCL stops waiting.
             seconds: the timeout.
 
-        Returns the reason why the GPU does not become idle; empty if it does.
+        Returns the reason why the GPU does not become idle; empty if the GPU is idle.
         """
         streams, began, problems = calling_streams(self.device), time.monotonic(), list[str]()
 
@@ -149,8 +149,9 @@ class PeerMemory:
     def raise_flags(self, memories: Sequence[SharedMemory], needed: Callable[[], bool]) -> None:
         """Fill this rank's buffers with NaN once, and raise its flags repeatedly while `needed` returns True.
 
-        Flags must be raised repeatedly: a call that ends resets them, and the next call waits for them again. Copy
-        engines fill the buffers, because kernels that wait may hold all SMs. All work goes to the stream `aside`.
+        It is not enough to raise the flags once: a call that ends resets its flags, and the next call waits for them
+        again. Copy engines fill the buffers, because kernels that wait may hold all SMs. All work goes to the stream
+        `aside`.
         """
         aside = self.aside
         if aside is None:
@@ -169,9 +170,9 @@ class PeerMemory:
         """Do nothing: the memory is freed together with the plans that use it."""
 
     def begin(self, unrolled: UnrolledProgram, memory: SharedMemory) -> None:
-        """Set up new symmetric memory: store torch's handle and the flow control with it.
+        """Set up new symmetric memory: store torch's handle and the flow control in `memory`.
 
-        The first time, also create the stream that raises flags and the page of NaN bytes.
+        The first call also creates the stream that raises flags, and a page of NaN bytes.
         """
         memory.kept["handle"], self.handle = self.handle, None
         flow_control_of(unrolled, memory)
@@ -180,9 +181,9 @@ class PeerMemory:
             self.nans = torch.full((PAGE,), 0xFF, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
 
     def prepare(self, memory: SharedMemory) -> None:
-        """Initialise the flags for the first call, and wait until they are initialised.
+        """Initialise the flags for the first call of a program, and wait until they are initialised.
 
-        So the first call may be made on any stream.
+        Because of this wait, the first call may be made on any stream.
         """
         prepare(self.rank, memory)
         torch.cuda.synchronize(self.device)
@@ -197,7 +198,7 @@ class PeerMemory:
 
 
 def why_not(device: torch.device) -> str:
-    """Return the reason why this GPU cannot share its memory; empty if it can."""
+    """Return the reason why this GPU cannot share its memory; empty if the GPU can share it."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
     backend = symmetric_memory.get_backend(device)

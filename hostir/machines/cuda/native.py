@@ -19,10 +19,10 @@ RELEASED = 32  # a segment with this many entries releases the GIL; a shorter on
 
 
 class DriverError(RuntimeError):
-    """A driver call of a tape failed.
+    """The error of a failed driver call of a tape.
 
     Fields:
-        place: the `place` of the tape entry that failed, see `TapeEntry`.
+        place: the field `place` of the `TapeEntry` that failed.
     """
 
     def __init__(self, place: int, message: str) -> None:
@@ -41,9 +41,9 @@ def build() -> Any:
 
 @functools.cache
 def launcher(driver: str = DRIVER) -> Any:
-    """Return the launcher's module with the driver's library opened.
+    """Return the launcher's module, in which the driver's library is open.
 
-    Returns None if the module cannot be built or opened, and warns once.
+    Returns None and warns once if the module cannot be built, or if the library cannot be opened.
     """
     try:
         module = build()
@@ -57,9 +57,9 @@ def launcher(driver: str = DRIVER) -> Any:
 
 
 def native(module: Any, segment: Segment) -> Callable[[tuple[int, ...], tuple[int, ...]], None]:
-    """Return a function that issues a segment. It takes an address for each slot and a handle for each stream.
+    """Return a function that issues a segment. Its arguments are an address for each slot and a handle for each stream.
 
-    The function raises DriverError for the first entry that fails. `module` is the module from `launcher`.
+    The function raises DriverError for the first entry that fails. `module` is the result of `launcher`.
     """
     tape = module.Tape(segment.rows, segment.patches, len(segment.slots), segment.streams, RELEASED)
     run = tape.run

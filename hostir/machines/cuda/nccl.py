@@ -24,10 +24,10 @@ from hostir.plan.unrolled import UnrolledProgram
 
 
 def awaited_at_once(unrolled: UnrolledProgram) -> frozenset[int]:
-    """Return the handles of communications for which the very next operation waits; empty if there are worker streams.
+    """Return the handles of communications for which the next operation waits; empty if there are worker streams.
 
-    NCCL may run such a collective on the caller's stream instead of its internal stream. This saves two events on the
-    host, and the synchronization of two streams on the device.
+    NCCL may run such a collective on the caller's stream instead of NCCL's internal stream. This saves two events on
+    the host, and the synchronization of two streams on the device.
     """
     ops = [op for op in unrolled.ops if not op.defines]
     if any(op.stream != CALLER for op in ops):
@@ -40,7 +40,7 @@ def awaited_at_once(unrolled: UnrolledProgram) -> frozenset[int]:
 def collective(
     op: CollectiveOp, registers: list[Any], group: Any, members: tuple[int, ...], inline: bool = False
 ) -> Step:
-    """Return the step that starts a collective and puts its Work into the handle's register.
+    """Return the step that starts a collective and puts torch's `Work` object into the handle's register.
 
     A process group numbers its ranks in ascending order. If the team has another order, the step passes a list of
     blocks in the order of the group.
@@ -50,7 +50,7 @@ def collective(
         registers: the registers of the plan.
         group: the process group.
         members: the ranks of `group`.
-        inline: run on the current stream instead of NCCL's internal stream.
+        inline: True to run the collective on the current stream instead of NCCL's internal stream.
     """
     x, out, handle = op.x, op.out, op.handle
     order = [op.team.index(rank) for rank in members]
@@ -110,7 +110,7 @@ def _block_by_block(op: CollectiveOp, registers: list[Any], group: Any, order: l
 def messages(op: MessagesOp, registers: list[Any], group: Any, members: tuple[int, ...], device: torch.device) -> Step:
     """Return the step that sends and receives all pieces of an exchange in one NCCL group call.
 
-    The step puts the Work into the handle's register. `members` are the ranks of `group`.
+    The step puts torch's `Work` object into the handle's register. `members` are the ranks of `group`.
     """
     handle = op.handle
     sends = [(register, members.index(rank)) for register, rank in op.sends]

@@ -28,9 +28,10 @@ _free: dict[tuple[torch.device, int, bool], deque[torch.cuda.Stream]] = {}
 
 
 def queues() -> int:
-    """Return the number of hardware queues of a process: CUDA_DEVICE_MAX_CONNECTIONS, by default 8, at most 32.
+    """Return the number of hardware queues of a process.
 
-    CUDA reads this environment variable once, when it starts.
+    It is the value of CUDA_DEVICE_MAX_CONNECTIONS, but at most 32; by default it is 8. CUDA reads this environment
+    variable once, when it starts.
     """
     value = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
     return min(int(value), 32) if value.isdigit() and int(value) else 8
@@ -39,7 +40,7 @@ def queues() -> int:
 def current(device: torch.device) -> torch.cuda.Stream:
     """Return the current stream of a device. While the same stream is current, this returns the same object.
 
-    Every call needs it, and `torch.cuda.current_stream` would take 10 us on the host.
+    Every call of a program needs the current stream, and `torch.cuda.current_stream` would take 10 us on the host.
     """
     handle = torch._C._cuda_getCurrentRawStream(device.index)
     latest = _known.get(device.index)
@@ -107,14 +108,14 @@ _communicating: dict[torch.device, CallOrder] = {}
 def communication_order(device: torch.device) -> CallOrder:
     """Return the object that orders all communicating calls on a device.
 
-    Kernels that wait for peers, also those of NCCL, hold SMs while they wait. So two calls would deadlock if they ran
-    in different orders on two ranks.
+    Kernels that wait for peers hold SMs while they wait. NCCL's kernels do so, too. So two calls would deadlock if they
+    ran in different orders on two ranks.
     """
     return _communicating.setdefault(device, CallOrder(device))
 
 
 def workers(device: torch.device, count: int) -> list[torch.cuda.Stream]:
-    """Return `count` different streams for an executor, taken in turn from the streams that all executors share."""
+    """Return `count` different streams for an executor, taken in turn from streams that all executors share."""
     shared = _workers.setdefault(device, [])
     with _choosing:
         first = _taken[device]
@@ -135,13 +136,13 @@ def calling_streams(device: torch.device) -> list[torch.cuda.Stream]:
 
 
 def own_stream(owner: object, device: torch.device, priority: int, products: bool = False) -> torch.cuda.Stream:
-    """Return a stream that only `owner` uses as long as it lives. `products`: the owner calls cuBLAS on the stream.
+    """Return a stream that nothing but `owner` uses as long as `owner` lives.
 
-    For a stream with products, torch keeps a cuBLAS workspace that it never frees. So streams are reused once their
-    owners are garbage-collected, the oldest first. A deleted graph may still be running and use the workspace. So the
-    latest RESTING streams with products are not reused. When a stream is reused, such a graph has probably ended, but
-    nothing checks it: hostir does not know who replays a graph, and CUDA forbids waiting for the device during a
-    capture.
+    `products` is True if the owner calls cuBLAS on the stream. For such a stream, torch keeps a cuBLAS workspace that
+    torch never frees. So streams are reused after their owners have been garbage-collected, the oldest stream first. A
+    graph of the owner may still be running then, and use the workspace. So the latest RESTING streams with products are
+    not reused. When a stream is reused, such a graph has probably ended, but hostir cannot check this: it does not know
+    who replays a graph, and CUDA forbids waiting for the device during a capture.
     """
     idle = _free.setdefault((device, priority, products), deque())
     try:

@@ -2,11 +2,11 @@
 
 A tape is recorded while a plan runs. It holds launches of kernels, operations on flags in memory, copies, and events.
 An address within a tensor that changes from call to call becomes a slot and an offset. Any other address is fixed. A
-stream becomes a number; each run supplies its handle.
+stream becomes a number. Each run supplies the handle of the stream.
 
-A step that only torch can run, such as a product by cuBLAS or a collective by NCCL, ends a segment of the tape. So a
-call becomes a list of segments and of steps in Python. `hostir.machines.cuda.native` runs a segment by one call of a C
-function.
+Only torch can run some steps, such as a product by cuBLAS or a collective by NCCL. Such a step ends a segment of the
+tape. So a call becomes a list that contains segments and steps in Python. `hostir.machines.cuda.native` issues a
+segment by one call of a C function.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ LAUNCH, MEMORY, COPY, ROWS, RECORD, AWAIT = range(6)  # kinds of entries, as in 
 
 @dataclass(frozen=True)
 class Memory:
-    """A named range of addresses: the memory of a tensor, which may differ from call to call, or fixed memory.
+    """A named range of addresses. It is fixed memory, or the memory of a tensor, which may differ from call to call.
 
     Fields:
         name: the name in the text of a tape.
         begin: the first address.
         size: the size in bytes.
-        slot: the number of the slot for the tensor's address; None for fixed memory.
+        slot: the number of the slot that holds the tensor's address; None for fixed memory.
     """
 
     name: str
@@ -42,10 +42,10 @@ class Memory:
 
 @dataclass(frozen=True)
 class Address:
-    """An address among the bytes of a tape entry.
+    """An address that the bytes of a tape entry contain.
 
     Fields:
-        at: the offset of the address in the entry's bytes. With `is_map`, the offset of the tensor map.
+        at: the offset of the address in the entry's bytes. If `is_map` is True, it is the offset of the tensor map.
         value: the address at the time of the recording.
         memory: the memory that contains the address; None if no known memory does.
         is_map: True if the address is part of a tensor map.
@@ -144,7 +144,7 @@ class Launched(Protocol):
 
 
 class TapeWriter:
-    """Records the driver calls of a thread as tape entries. It is a context manager: it records in its context.
+    """Records the driver calls of a thread as tape entries. It is a context manager, and records within its context.
 
     Args:
         memories: a function that returns the ranges of addresses that are known at this moment.
@@ -152,9 +152,9 @@ class TapeWriter:
 
     Fields:
         entries: the entries recorded so far.
-        place: the index of the plan's step that is being issued.
-        complete: False once something was launched that cannot be recorded.
-        events: the number of each event in the text of the tape, by its handle.
+        place: the index of the step of the plan that is being issued.
+        complete: True as long as everything that was launched could be recorded.
+        events: the number of each event in the text of the tape. The keys are the handles of the events.
         kept: tensors that recorded launches use. They must live as long as the recording.
     """
 
@@ -175,9 +175,10 @@ class TapeWriter:
         TAPING.writer = None
 
     def address(self, at: int, value: int, *, is_map: bool = False) -> Address:
-        """Return the address `value`, which is at offset `at` of an entry, together with the memory that contains it.
+        """Return an `Address` for the address `value`, which is at offset `at` of an entry.
 
-        If no known memory contains the address of a tensor map, the recording is incomplete.
+        The result names the memory that contains `value`. If no known memory contains the address of a tensor map, the
+        recording is incomplete.
         """
         inside = (m for m in self.memories() if m.begin <= value < m.begin + max(m.size, 1))
         memory = next(inside, None) if value else None
@@ -240,13 +241,13 @@ class TapeWriter:
         self.add(ROWS, stream, (bytes(rows),), addresses, text)
 
     def record(self, event: int, stream: int) -> None:
-        """Add an entry for recording an event on a stream. Both arguments are handles."""
+        """Add an entry that records an event on a stream. Both arguments are handles."""
         self.add(RECORD, stream, (event,), (), f"record event {self.number_of(event)}")
 
     def wait(self, event: int, stream: int) -> None:
-        """Add an entry for a stream's wait for an event. Both arguments are handles."""
+        """Add an entry that makes a stream wait for an event. Both arguments are handles."""
         self.add(AWAIT, stream, (event,), (), f"wait for event {self.number_of(event)}")
 
     def number_of(self, event: int) -> int:
-        """Return the number by which the text of the tape names an event. The argument is its handle."""
+        """Return the number of an event in the text of the tape. `event` is the handle of the event."""
         return self.events.setdefault(event, len(self.events))

@@ -1,8 +1,8 @@
 """Record a run of a plan on a tape, and issue later runs from the tape by native code.
 
 The second run of a plan on the same stream, with tensors of the same alignment, is recorded. In later runs, one call of
-a C function issues each segment of the tape, instead of many closures. Some steps remain in Python: for example those
-that only torch can run, and those that allocate or free memory.
+a C function issues each segment of the tape, instead of many closures. Some steps remain in Python, for example steps
+that only torch can run, and steps that allocate or free memory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class IssuedSteps:
 
     Fields:
         steps: the steps, in order.
-        ends: `ends[n]` is the number of steps of the plan that have begun when the first n of `steps` have begun.
+        ends: for each n, the number of steps of the plan that have begun when the first n elements of `steps` have
+            begun.
         text: the steps as text, with the driver calls of each segment; empty without a tape.
     """
 
@@ -52,7 +53,7 @@ class IssuedSteps:
 
 
 class Tapes:
-    """The tapes of a plan, by the caller's stream and the alignment of the call's tensors.
+    """The tapes of a plan. The key of a tape is the caller's stream and the alignment of the call's tensors.
 
     Each stream and each alignment needs a separate tape. Kernels are compiled for the alignment of addresses, and
     workspaces belong to streams.
@@ -78,7 +79,7 @@ class Tapes:
 
     @property
     def text(self) -> str:
-        """The latest tape as text; empty before the first tape."""
+        """The text of the latest tape; empty if there is no tape yet."""
         return next((taped.text for taped in reversed(self.by_key.values()) if taped is not None), "")
 
     def recording(self, plan: CudaPlan, key: tuple[int, ...]) -> IssuedSteps:
@@ -111,7 +112,7 @@ class TapedRun:
     def tape(self, ends: list[int]) -> IssuedSteps:
         """Issue all steps of the plan, and return the steps that a later run issues instead.
 
-        While this issues the steps, `ends[-1]` is the number of steps that have begun.
+        While this method issues the steps, `ends[-1]` is the number of steps that have begun.
         """
         plan, writer = self.plan, TapeWriter(self.memories, {handle: n for n, handle in enumerate(self.streams)})
         entries: list[Sequence[TapeEntry]] = []
@@ -138,15 +139,18 @@ class TapedRun:
         return IssuedSteps(self.steps, self.ends, "\n".join(self.lines))
 
     def only_prepares(self, op: Op, step: Step) -> bool:
-        """Return True if a step without tape entries may run before earlier entries that are still pending.
+        """Return True if a step that has made no tape entries may run before the entries that are still pending.
 
-        A step that allocates memory, makes a view or sets the current stream may run early. A step that frees memory
-        may not.
+        A step that allocates memory, makes a view or sets the current stream may do so. A step that frees memory may
+        not.
         """
         return isinstance(op, AllocateOp | ViewOp) or step in self.plan.switches
 
     def flush(self, end: int) -> None:
-        """Add a step that issues the pending entries. When it begins, the first `end` steps of the plan have begun."""
+        """Add a step that issues the pending entries.
+
+        When this step begins, the first `end` steps of the plan have begun.
+        """
         if not self.pending:
             return
         from hostir.kernels.devices import bind_thread, launching  # which needs Triton
@@ -170,8 +174,8 @@ class TapedRun:
     def memories(self) -> list[Memory]:
         """Return the memory of each buffer that is in a register now, without views.
 
-        The address of a buffer may change from call to call. Its slot has the number of the buffer's register. The
-        address of symmetric memory is fixed, so it has no slot.
+        The address of a buffer may change from call to call, so it has a slot. The number of the slot is the number of
+        the buffer's register. The address of symmetric memory is fixed, so it has no slot.
         """
         unrolled, registers = self.plan.unrolled, self.plan.registers
         names = {register: f"%{register}" for register in range(len(registers))}
@@ -190,7 +194,7 @@ class TapedRun:
 
 
 class TorchWork(TorchDispatchMode):
-    """Sets `seen` to True when torch runs an operator that gives a stream something to do."""
+    """A mode that sets `seen` to True when torch runs an operator that issues work to a stream."""
 
     seen = False
 

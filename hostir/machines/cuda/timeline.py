@@ -1,4 +1,4 @@
-"""Times of a run's operations on CUDA, from events on their streams, converted to the clock that all ranks share."""
+"""Measure the times of a run's operations on CUDA by events on streams. All ranks convert the times to one clock."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from hostir.plan.unrolled import UnrolledProgram
 class Timeline:
     """CUDA events around the operations of one plan. `collect` adds the times of the latest run to a trace.
 
-    A communication is shown from the end of the earlier work on its stream, when it could start. It is shown until the
-    first stream that waits for it continues.
+    The trace shows a communication from the end of the earlier work on its stream, because it could start then. The bar
+    ends when the first stream that waits for the communication continues.
     """
 
     def __init__(self, unrolled: UnrolledProgram, trace: Trace) -> None:

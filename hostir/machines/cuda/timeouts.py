@@ -17,8 +17,8 @@ class Timeouts:
 
     Executors that share symmetric memory also share the words, because after a timeout no executor may read the stale
     data in that memory. A kernel that waits for flags has two words for each of its blocks: see `ReadyFlags`. The words
-    belong to a statement in one round of its loops. Plans for all sizes share them. So they outlive a plan, and their
-    number is bounded.
+    belong to a statement in one round of its loops. Plans for all sizes share them. So the words outlive a plan, and
+    the number of words is bounded.
     """
 
     def __init__(self, rank: int) -> None:
@@ -43,7 +43,7 @@ class Timeouts:
         return self.words[key][2]
 
     def problem(self) -> HostIRError | None:
-        """Return one error for all timeouts that kernels have reported, and clear the reports; None without reports."""
+        """Return one error for all timeouts that kernels have reported, or None. Clear the reports."""
         for words, zeros in self.read:
             if words.tobytes() != zeros:
                 return self._take()

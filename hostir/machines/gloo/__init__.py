@@ -1,1 +1,1 @@
-"""The machine of CPU processes: gloo, shared files, and threads in the place of streams."""
+"""The machine of CPU processes. It uses gloo, shared files, and threads in the place of streams."""

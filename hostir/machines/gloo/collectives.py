@@ -1,7 +1,7 @@
 """Collectives, transfers and messages between CPU processes by gloo.
 
-All dtypes travel as bytes. The ranks add up in f32 or better, in the order of the team. So sums of bf16 are rounded
-once, and every run gives the same bits.
+Tensors of all dtypes are sent as bytes. The ranks sum in f32 or better, in the order of the team. So sums of bf16 are
+rounded once, and every run gives the same bits.
 
 The functions of communications take the operation, the registers of the plan, the process group, the ranks of the group
 (`members`), and a function `finish` that waits until a collective has ended.
@@ -34,7 +34,10 @@ def _blocks(x: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _places(op: CollectiveOp, members: Members) -> list[int]:
-    """Return the index in the team of each rank of the group. A group numbers its ranks in ascending order."""
+    """Return the index in the team of each rank of the group, for the ranks in ascending order.
+
+    A process group numbers its ranks in this order.
+    """
     return [op.team.index(rank) for rank in members]
 
 
@@ -83,9 +86,9 @@ COLLECTIVES = {f.__name__: f for f in (allgather, allreduce, reduce_scatter, all
 
 
 def exchange(op: MessagesOp, registers: list[Any], group: Any, members: Members, finish: Finish) -> None:
-    """Send and receive all pieces of an exchange, and wait for them.
+    """Send and receive all pieces of an exchange. Return when all of them have been sent and received.
 
-    This does not use `finish`, because a wait that times out breaks gloo's connection.
+    This function does not use `finish`, because a wait that times out breaks gloo's connection.
     """
     if [rank for _, rank in op.sends] == [members[group.rank()]]:  # a message of this rank to itself
         registers[op.receives[0][0]].copy_(registers[op.sends[0][0]])

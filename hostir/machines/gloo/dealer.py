@@ -1,11 +1,12 @@
-"""Binding on CPU processes: the operations of an unrolled program are distributed over lanes. A thread runs each lane.
+"""Bind an unrolled program on CPU processes: distribute its operations over lanes. A thread runs each lane.
 
 Each stream has a lane, and each team has a lane. The calling thread runs the lane of the caller's stream. A team's lane
-executes the team's communications in the order of issue. So the order is the same on every rank, whatever the streams
-do. A team's messages have another lane and another process group, because collectives must not wait for messages.
+executes the team's collectives in the order of issue, whatever the streams do. So the order is the same on every rank.
+The messages of a team have a separate lane and a separate process group, because collectives must not wait for
+messages.
 
 Allocations and views run first, in the order of issue, as if a host issued the complete program at once. Copies,
-signals and barriers run on the lanes of the streams: they work on memory that the ranks share.
+signals and barriers work on memory that the ranks share. They run on the lanes of the streams.
 """
 
 from __future__ import annotations
@@ -53,9 +54,9 @@ class LaneDealer:
     """Distributes the operations of a plan over lanes.
 
     Fields:
-        host: the lane that runs before all others. It has the allocations, and the views of the new buffers.
+        host: the lane that runs before all other lanes. It has the allocations, and the views of the allocated buffers.
         lanes: the other lanes, by stream or team.
-        arrivals: by handle, the event that is set when the communication has ended.
+        arrivals: for each handle, the event that is set when the communication of the handle has ended.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class LaneDealer:
         self.host.add(op, bind_allocate(op, self.registers, self.machine.device))
 
     def deal_view(self, op: ViewOp, lane: ThreadLane) -> None:
-        """Make a view of a symmetric buffer now. For any other view, add a step that makes it in every run."""
+        """Make a view now if it is a view of a symmetric buffer. Else add a step that makes the view in every run."""
         step = bind_view(op, self.registers)
         if self.registers[op.x] is None:
             self.host.add(op, step)
@@ -121,7 +122,7 @@ class LaneDealer:
         lane.add(op, self.waiting(reached), Waits.LANE)
 
     def deal_nothing(self, op: Op, lane: ThreadLane) -> None:
-        """Ignore a delay: it gives a communication time to get SMs first, and threads have no SMs."""
+        """Ignore a delay. Its purpose is to let a communication get SMs first, but threads have no SMs."""
 
     def deal_one_sided(self, op: CopyOp | SignalOp | WaitSignalOp | BarrierOp, lane: ThreadLane) -> None:
         self.one_sided.deal(op, lane)
@@ -138,7 +139,8 @@ class LaneDealer:
     def deal_communication(self, op: CollectiveOp | MessagesOp, lane: ThreadLane) -> None:
         """Add a communication to its team's lane.
 
-        The communication starts when the operation's stream reaches it. When it ends, an event is set.
+        The communication starts when the operation's stream reaches the operation. When the communication ends, an
+        event is set.
         """
         ready, arrived = self.failure.event(), self.failure.event()
         self.arrivals[op.handle] = arrived
@@ -152,7 +154,7 @@ class LaneDealer:
         team.add(op, arrived.set)
 
     def finish(self, work: Any) -> None:
-        """Wait for a collective. Raise AbandonedError once the run has failed, because peers may never take part."""
+        """Wait for a collective. Raise AbandonedError if the run has failed, because peers may then never take part."""
         while True:
             try:
                 work.wait(POLL)

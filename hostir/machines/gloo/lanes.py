@@ -1,7 +1,7 @@
 """Lanes of a CPU process, the failure of a run, and the times of steps.
 
-A lane has the steps that one thread executes in a run. Each stream has a lane, and each team that communicates has a
-lane.
+A lane is the list of steps that one thread executes in a run. Each stream has a lane, and so does each team that
+communicates.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class AbandonedError(Exception):
 
 
 class Waits(Enum):
-    """The three types of steps: a step waits for nothing, for another lane of this rank, or for another rank."""
+    """The wait of a step: it waits for nothing, for another lane of this rank, or for another rank."""
 
     NOTHING = "it works"
     LANE = "another lane of this rank"
@@ -36,13 +36,14 @@ class Waits(Enum):
 
 
 class ThreadLane:
-    """The steps that one thread executes in a run, and for each step its operation and what it may wait for.
+    """The steps that one thread executes in a run. For each step, the lane also holds its operation and its wait.
 
     Fields:
         fail: a function that records an operation's failure.
-        notes: by the index of a step, a function that describes its wait for messages.
+        notes: functions for diagnostics. The key is the index of a step that waits. The function returns a text that
+            says what the step waits for.
         cursor: the iterator over the steps in a run; None between runs.
-        done: set when the thread has executed the lane.
+        done: an event that is set when the thread has executed the lane.
     """
 
     def __init__(self, key: LaneKey, fail: Callable[[Op, BaseException], None]) -> None:
@@ -78,7 +79,8 @@ class ThreadLane:
     def run_on_thread(self, inference: bool) -> None:
         """Run the lane, and then set `done`.
 
-        `inference` is True if the caller is in inference mode. Each thread has a separate mode, so the lane enters it.
+        `inference` is True if the caller is in inference mode. Inference mode is set for each thread, so the lane's
+        thread enters it, too.
         """
         try:
             with torch.inference_mode() if inference else contextlib.nullcontext():
@@ -88,7 +90,7 @@ class ThreadLane:
 
     @property
     def position(self) -> int:
-        """The index of the step that the thread executes now; -1 if it executes none."""
+        """The index of the step that the thread executes now; -1 if the thread executes no step."""
         cursor = self.cursor
         return len(self.steps) - operator.length_hint(cursor) - 1 if cursor else -1
 
@@ -111,7 +113,7 @@ class RunFailure:
         return self.events[-1]
 
     def record(self, op: Op, problem: BaseException) -> None:
-        """Record a failure if it is the first, and set all events to release the lanes that wait for them."""
+        """Record the failure if it is the first one. Set all events, so that no lane waits any longer."""
         if self.problem is None:
             self.problem = op, problem
         for event in self.events:
@@ -139,7 +141,10 @@ class LaneTrace:
         return timed_step
 
     def bracket(self, op: Op) -> tuple[Step, Step]:
-        """Return two steps: one begins an event of the trace, the other ends it. Without a trace, they do nothing."""
+        """Return two steps. The first step begins an event of the trace, and the second step ends the event.
+
+        If there is no trace, the steps do nothing.
+        """
         trace = self.trace
         if trace is None:
             return _nothing, _nothing

@@ -66,7 +66,7 @@ class GlooMachine:
         sizes_key: KindOfSizes = None,
         limit: int | None = None,
     ) -> GlooPlan:
-        """Return a plan that uses the symmetric memory shared by all compatible sizes; see `SymmetricMemory.of`."""
+        """Return a plan. All plans for compatible sizes share their symmetric memory: see `SymmetricMemory.of`."""
         self.messages.prepare(message_teams_of(unrolled.program))
         return GlooPlan(self, unrolled, trace, sizes_key, limit)
 
@@ -80,7 +80,7 @@ class GlooMachine:
         return self.queues[key]
 
     def end(self) -> None:
-        """End the threads. The last call must have returned. Later plans start new threads."""
+        """End the threads. All calls must have returned. Later plans start new threads."""
         for end in self.ends:
             end()
         for thread in self.threads:  # Python may end next, and a thread that returns from gloo after that would crash
@@ -132,8 +132,8 @@ class GlooPlan:
     ) -> tuple[torch.Tensor | None, ...]:
         """Execute one run and return the outputs.
 
-        If the caller passes `outs`, the outputs are written to these tensors. If a statement fails on any thread,
-        raises HostIRError that names the statement.
+        If `outs` is not None, the outputs are written to these tensors. If a statement fails on any thread, raises
+        HostIRError that names the statement.
         """
         if broken := self.machine.groups.broken:
             raise error(f"@{self.unrolled.program.name} cannot run: {broken}", hint=ANEW)
@@ -162,9 +162,9 @@ class GlooPlan:
         return outputs
 
     def execute(self) -> None:
-        """Run all lanes, and wait for them.
+        """Run all lanes, and wait until they are done.
 
-        After a failure, do not wait for the lanes of teams: they may be stuck in a communication.
+        After a failure, do not wait for the lanes of teams, because they may be stuck in a communication.
         """
         self.begun = False
         self.host.run()
@@ -183,7 +183,7 @@ class GlooPlan:
                 pass
 
     def refuse(self, op: Op, problem: BaseException) -> NoReturn:
-        """Raise the error that ended the run. `op` is the operation that failed, `problem` its exception."""
+        """Raise the error that ended the run. `op` is the operation that failed, and `problem` is its exception."""
         shared = self.memory is not None or any(not isinstance(lane.key, int) for lane, _ in self.workers)
         if isinstance(problem, MisalignedError):
             if self.begun and shared:
@@ -221,7 +221,7 @@ class GlooPlan:
         return [op for _, op in sorted(at_work or standing, key=lambda lane: lane[0] is not Waits.PEER)]
 
     def describe(self, op: Op) -> str:
-        """Return a description of an operation that a lane executes now, and of its wait."""
+        """Return a description of an operation that a lane executes now. The text also says what the lane waits for."""
         notes = [lane.notes.get(i) for lane in self.lanes.values() if (i := lane.position) >= 0 and lane.ops[i] is op]
         return self.unrolled.describe(op) + "".join(f", which waits for {note()}" for note in notes if note)
 

@@ -44,9 +44,9 @@ class SharedFiles:
         """Do nothing: `offering` has set the size of the file."""
 
     def map(self, offers: Sequence[Offer], ranks: set[int]) -> dict[int, torch.Tensor]:
-        """Map the files of these ranks and return them as bytes, by rank.
+        """Map the files of `ranks`, and return the bytes of each rank.
 
-        The newest file of rank 0 becomes the file that all ranks lock in turn.
+        The newest file of rank 0 also becomes the lock file, which all ranks lock in turn.
         """
         newest = os.open(offers[0].path, os.O_RDWR)
         if self.lock < 0:
@@ -61,7 +61,7 @@ class SharedFiles:
         }
 
     def synchronize(self) -> None:
-        """Do nothing: when a call returns, all its work has ended."""
+        """Do nothing, because all work of a call has ended when the call returns."""
 
     def release(self, memories: Sequence[SharedMemory], abort: Callable[[], None], seconds: float) -> str:
         """Call `abort` to end communications. Threads that use memory have already ended with the call that failed."""
@@ -80,11 +80,11 @@ class SharedFiles:
         """Do nothing: the memory needs no preparation."""
 
     def hidden(self, unrolled: UnrolledProgram) -> tuple[BufferInfo, ...]:
-        """Return no buffers: this machine adds none to the buffers of the program."""
+        """Return an empty tuple, because this machine adds no buffers to the buffers of the program."""
         return ()
 
     def notes(self, unrolled: UnrolledProgram) -> str:
-        """Return an empty text: peers need no facts about this rank's calls."""
+        """Return an empty text, because peers need no facts about this rank's calls."""
         return ""
 
     @contextlib.contextmanager
@@ -92,7 +92,7 @@ class SharedFiles:
         """Hold the lock of all ranks within the context.
 
         Everything that a rank writes before its turn is visible to every rank with a later turn. This is needed because
-        torch copies with plain stores, and Python has no memory fence. On Arm, a flag that is written after the data
+        torch copies with plain stores, and Python has no memory fence. On Arm, a flag that is written after some data
         may become visible before the data. So a rank sets a flag while it holds the lock. A rank that has seen the flag
         takes the lock once before it reads the data.
 

@@ -53,7 +53,10 @@ class GlooOneSided:
 
     @property
     def call(self) -> int:
-        """The number of the current call. It counts the calls of all plans with the same memory, so all ranks agree."""
+        """The number of the current call, which is the same on all ranks.
+
+        All plans with the same memory share one count of calls.
+        """
         assert self.memory is not None
         return self.memory.calls
 
@@ -97,9 +100,10 @@ class GlooOneSided:
         lane.add(op, self.until(lambda: not missing()), Waits.PEER, standing)
 
     def deal_blocks(self, op: ComputeOp, kernel: Kernel, lane: ThreadLane) -> None:
-        """Add a computation that runs block by block: wait for a block's flags, compute it, and set its flags.
+        """Add a computation that runs block by block.
 
-        A trace shows the computation as one event.
+        For each block, it waits for the flags of the block, computes the block, and sets the flags that the block
+        completes. A trace shows the computation as one event.
         """
         (start, end), ready, done = self.trace.bracket(op), op.ready, op.done
         order = ready.order if ready is not None else done.order if done is not None else ()
@@ -148,7 +152,7 @@ class GlooOneSided:
 
 
 def _operands_block(ready: Ready, slot: int) -> str:
-    """Return a text for messages that names the block of an operand whose arrival a flag announces."""
+    """Return a text for messages: the name of the block of an operand that the flag at `slot` announces."""
     if ready.blocks == ready.results:
         return f", for block {slot}"
     source, block = divmod(slot, ready.results)

@@ -24,16 +24,18 @@ class BlockKernel:
 
     A kernel that waits for flags takes all SMs when it starts. It overlaps the copies by SMs directly before it, and
     ends after these copies. The kernel becomes several tasks, which are as small as the memory model allows. Rows are
-    cut at the blocks that the kernel waits for, at the blocks after which it sets flags, and wherever a stride ends.
+    cut between blocks that have flags, and where the distance between successive rows in memory changes.
 
     Fields:
-        sources: the tensors that it reads after flags: the first operand, or each tensor that a sum adds up.
+        sources: the tensors that the kernel reads after it has waited for flags: the first operand of a product, or
+            each tensor that a sum adds up.
         others: the other operands.
-        of_rows: the positions, among all operands, of the operands that are cut into rows like the result.
-        cut_alike: the operands in `others` that are cut into rows like the result.
+        of_rows: the positions, among all operands, of the operands that are cut into rows in the same way as the
+            result.
+        cut_alike: the operands in `others` that are cut into rows in the same way as the result.
         uncut: the operands in `others` that are not cut.
         height: the number of rows of a block that the kernel waits for.
-        cuts: the first rows of the blocks after which flags are set.
+        cuts: the first row of each block after which a flag is set.
     """
 
     def __init__(
@@ -135,9 +137,9 @@ class BlockKernel:
             row: the index of the first of the rows.
             target: the rows of the result.
             sources: the same rows of each source.
-            undefined: by source, its rows that `own_rows` replace. They become undefined.
+            undefined: for each source that `own_rows` replace, the rows that are replaced. They become undefined.
             along: the same rows of the other operands that are cut alike.
-            together: by task, the sources that may be read after the task.
+            together: for each task after which some sources may be read, the indices of these sources.
         """
         lane = f"row {row} of task {start.order}"
         taken: dict[int, torch.Tensor] = {}
@@ -162,7 +164,7 @@ class BlockKernel:
         return task
 
     def signals(self, pieces: Sequence[RowsTask], done: Done) -> list[Task]:
-        """Add the tasks that set the kernel's flags, each after the pieces of one block, and return them."""
+        """Add the tasks that set the kernel's flags, and return them. Each task follows the pieces of one block."""
         signals = []
         height = self.out.shape[:-1].numel() // done.blocks
         for block in done.order:
@@ -198,6 +200,6 @@ def _compute(
 
 
 def _sum_of(kernel: Kernel, addends: int, out: torch.Tensor, *parts: torch.Tensor, **options: Any) -> None:
-    """Compute a sum by `kernel`. The last `addends` tensors of `parts` are its addends, and the others its sources."""
+    """Compute a sum by `kernel`. The last `addends` tensors of `parts` are addends, and all others are sources."""
     sources, added = parts[: len(parts) - addends], parts[len(parts) - addends :]
     kernel(out, torch.stack(sources) if sources else out.new_empty(0, *out.shape), *added, **options)

@@ -1,4 +1,7 @@
-"""Collectives and transfers among simulated ranks: the sides of the ranks are matched, and tasks move the data."""
+"""Collectives and transfers among simulated ranks.
+
+Each rank issues its side of a collective. The sides of all ranks are matched, and tasks move the data.
+"""
 
 from __future__ import annotations
 
@@ -29,18 +32,18 @@ class MakeTask(Protocol):
 class CollectiveSide:
     """One rank's side of a collective. The side may access memory at any time between its issue and its end.
 
-    A real machine may read `x` early for one peer and late for another. The simulation imitates this with two tasks,
-    each of which copies `x` at a time of its own. Ranks at even positions of the team receive the first copy. Ranks at
-    odd positions receive the second copy.
+    A real machine may read `x` early for one peer and late for another. The simulation imitates this with two tasks
+    that copy `x`, independently of each other. Ranks at even positions of the team receive the first copy. Ranks at odd
+    positions receive the second copy.
 
     A real machine may also write `out` before any other rank has started. The simulation imitates this with a task that
     makes `out` undefined. This task may run long before the result is written.
 
     Args:
-        x, out: the tensors that it reads and writes.
-        tail: the tasks directly before it on its stream.
-        start: the task that starts it on this rank.
-        task: creates its other tasks.
+        x, out: the tensors that the side reads and writes.
+        tail: the tasks directly before the side on its stream.
+        start: the task that starts the collective on this rank.
+        task: a function that creates the other tasks of the side.
         earlier: this rank's side of the team's previous collective.
 
     Fields:
@@ -49,7 +52,8 @@ class CollectiveSide:
         undefine: the task that makes `out` undefined.
         give: the task that writes `out` and ends the collective.
         peers: the sides of all ranks, in the order of the team.
-        totals: the sums of all ranks' first copies and of their second copies; None until they are computed.
+        totals: the sum of the first copies of all ranks, and the sum of the second copies. A sum is None until it is
+            computed.
     """
 
     def __init__(
@@ -133,7 +137,10 @@ class CollectiveSide:
                 out[i] = blocks(taken, 1)[0] if communication == "allgather" else blocks(taken, n)[me]
 
     def sum(self, turn: int) -> torch.Tensor:
-        """Return the sum of copy `turn` of all sides: in f32 or better, in the order of the team, rounded once."""
+        """Return the sum of the copies with index `turn` of all sides.
+
+        The copies are added in f32 or better, in the order of the team. The sum is rounded once.
+        """
         total = self.totals[turn]
         if total is None:
             parts = [peer.taken[turn] for peer in self.peers]
@@ -141,7 +148,7 @@ class CollectiveSide:
         return total
 
     def add(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the sum of some tensors, added in order in f32 or better, rounded once."""
+        """Return the sum of `parts`. They are added in order, in f32 or better, and the sum is rounded once."""
         total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32), copy=True)
         for part in parts[1:]:
             total += part
@@ -149,7 +156,7 @@ class CollectiveSide:
 
 
 def blocks(x: torch.Tensor | None, count: int) -> torch.Tensor:
-    """Return a view `[count, elements]` of a contiguous tensor: its `count` equal blocks."""
+    """Return the `count` equal blocks of a contiguous tensor, as a view `[count, elements]`."""
     assert x is not None
     return x.view(count, -1)
 
@@ -164,8 +171,8 @@ def _fits(move: Move, sides: Mapping[int, CollectiveSide]) -> bool:
 def match(issued: Sequence[Mapping[tuple[int, ...], list[CollectiveSide]]], note: Callable[[Task], Note]) -> list[Task]:
     """Join the sides of every collective with edges, and return the tasks that join them.
 
-    `issued[rank][team]` are the sides of a rank in issue order; `team` is the team's ranks in ascending order. `note`
-    returns the place in the text and a description of a task's statement.
+    `issued[rank][team]` are the sides of a rank in issue order. `team` is the team's ranks in ascending order. `note`
+    takes a task, and returns the place of the task's statement in the text and a description of the statement.
 
     Raises HostIRError if the ranks of a team issue different communications.
     """
@@ -209,10 +216,10 @@ def _note(where: Note, part: CollectiveSide) -> Note:
 
 
 def disagreement(operation: str, team: Sequence[int], number: int, notes: Sequence[Note | None]) -> HostIRError:
-    """Return the error for ranks of a team that disagree in their communication or barrier with index `number`.
+    """Return the error for the ranks of a team that disagree about their communication or barrier with index `number`.
 
-    `operation` is `communication` or `barrier`. `notes` has one note for each rank, and None for a rank that issues
-    fewer of them.
+    `operation` is `communication` or `barrier`. `notes` has a note for each rank. The note is None if the rank issues
+    fewer communications or barriers.
     """
     described = [note or (None, f"rank {rank} issues only {number}") for rank, note in zip(team, notes, strict=True)]
     return HostIRError(

@@ -19,9 +19,9 @@ class IssueQueue:
     Fields:
         label: the name of the stream.
         tail: the tasks that the next task of the stream follows.
-        pushing: the latest tasks, if they are copies by SMs and signals directly after copies. The first element is a
-            task that marks their common start. The list is empty if the latest task is neither such a copy nor such a
-            signal.
+        pushing: the latest tasks, if they are copies by SMs or signals directly after such copies. The first element is
+            a task that marks the start of all these copies. The list is empty if the latest task is neither a copy by
+            SMs nor such a signal.
         signalled: True if the last task in `pushing` is a signal.
     """
 
@@ -41,7 +41,7 @@ class Issuer:
 
     Fields:
         sms: the gate of the rank's SMs.
-        steps: the number of statements so far, executed or skipped.
+        steps: the number of statements so far, including skipped statements.
         calls: the number of calls so far, including the current call.
         statement: the statement that is being planned; None for tasks of the caller.
         rounds: the rounds of the loops around the statement; () for tasks of the caller.
@@ -72,7 +72,7 @@ class Issuer:
         self.statement, self.rounds, self.steps = statement, rounds, self.steps + 1
 
     def at_caller(self) -> None:
-        """Issue the next tasks for the caller, on its stream."""
+        """Make the caller's stream current, and attribute the next tasks to the caller instead of a statement."""
         self.statement, self.rounds, self.current, self.steps = None, (), self.caller, self.steps + 1
 
     @property
@@ -149,7 +149,7 @@ class Issuer:
         return self.pool[stream]
 
     def where(self, task: Task) -> tuple[Span | None, str]:
-        """Return the place of a task's statement in the text, and a description: rank, statement, round and call."""
+        """Return the place of a task's statement in the text, and a text that names rank, statement, round and call."""
         call = f" of call {task.call + 1}" if self.calls > 1 else ""
         if task.statement is None:
             return None, f"rank {self.rank}, caller{call}"

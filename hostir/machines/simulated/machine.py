@@ -1,9 +1,10 @@
-"""The machine of simulated ranks: all ranks in one process, on CPU tensors, in any order that the memory model permits.
+"""The machine of simulated ranks: one process runs them on CPU tensors, in any order that the memory model permits.
 
-Every rank first plans: its statements become tasks. There is an edge between two tasks only where the memory model
-orders them. Then a seeded scheduler runs the tasks in an order that the edges allow. Memory that was never written
-holds NaN. After a call the caller's tensors hold NaN, too. An access to freed memory is an error. If a program lacks an
-edge, some seed gives NaN, other bits or an error. With `watch`, unordered accesses are errors under any seed.
+First, every rank plans, which turns its statements into tasks. There is an edge between two tasks only where the memory
+model orders them. Then a seeded scheduler runs the tasks in an order that the edges allow. Memory that was never
+written holds NaN. After a call the caller's tensors hold NaN, too. An access to freed memory is an error. If a program
+fails to order two accesses that must be ordered, some seed gives NaN, other bits or an error. With `watch`, such
+accesses are an error under any seed.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ KernelChoice = str | Mapping[str, Kernel]  # the name of a policy, or the kernel
 
 
 class LocalMachine:
-    """Simulated ranks. Each of `programs` is the program of one rank; usually they are equal.
+    """A machine of simulated ranks. Each of `programs` is the program of one rank; usually all programs are equal.
 
-    First every rank plans each call by `ranks[r].plan(sizes, inputs)`. Then each call of `run` executes all planned
-    calls from the beginning. `kernels`, `dtype` and `device` are as for `rehearse`.
+    First, every rank r plans each call by `ranks[r].plan(sizes, inputs)`. Then `run` executes all planned calls from
+    the beginning. `run` may be called several times. `kernels`, `dtype` and `device` are as for `rehearse`.
     """
 
     def __init__(
@@ -57,11 +58,11 @@ class LocalMachine:
 
     @torch.no_grad()
     def run(self, seed: int = 0, *, watch: bool = False) -> list[list[Parts]]:
-        """Execute the planned calls from the beginning; return `outputs[call][output][rank]`.
+        """Execute the planned calls from the beginning. Return the outputs as a list `outputs[call][output][rank]`.
 
         Seed 0 runs the tasks in program order; other seeds run them in random orders. With `watch`, two unordered
-        accesses to one element are an error if at least one of them is a write, even if the results are right. A read
-        of undefined memory is then an error, too.
+        accesses to one element are an error if at least one of them is a write, even if the results are right. With
+        `watch`, a read of undefined memory is also an error.
 
         Raises HostIRError if the collectives of ranks do not match, if a statement raises, if the ranks deadlock, and
         if `watch` finds an error. The error names ranks and statements.
@@ -101,18 +102,24 @@ class LocalMachine:
         return [[list(parts) for parts in zip(*outputs, strict=True)] for outputs in calls]
 
     def release(self) -> None:
-        """Free the memory of the ranks now. Ranks and tasks form reference cycles, which Python would collect late."""
+        """Free the memory of the ranks now.
+
+        Ranks and tasks form reference cycles, which Python would free only when its garbage collector runs.
+        """
         for buffer in self.memory.buffers:
             buffer.untyped_storage().resize_(0)
         for rank in self.ranks:
             rank.outputs.clear()
 
     def where(self, task: Task) -> tuple[Span | None, str]:
-        """Return the place of a task's statement in the text, and a description: rank, statement, round and call."""
+        """Return the place of a task's statement in the text, and a text that names rank, statement, round and call."""
         return self.ranks[task.rank].where(task)
 
     def record(self, trace: Trace) -> None:
-        """Add the last run to a trace, as if every stream and every team had a separate processor."""
+        """Add the latest run to a trace.
+
+        The times are computed as if every stream and every team had a separate processor.
+        """
         at = times(self.ran)
         for task in (task for rank in self.ranks for task in rank.tasks if task.since is not None):
             rank = self.ranks[task.rank]

@@ -22,7 +22,7 @@ class SimulatedMemory:
         self.buffers: list[torch.Tensor] = []
 
     def new(self, name: str, rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Allocate a dense buffer of NaN, or of 0 for dtypes without NaN."""
+        """Allocate a contiguous buffer that holds NaN, or 0 for dtypes without NaN."""
         elements = max(prod(shape), 1)  # at least one, to have an address
         memory = torch.zeros(elements, dtype=dtype, device=self.device)
         if dtype.is_floating_point:
@@ -40,7 +40,7 @@ class SimulatedMemory:
         return bool(marks.as_strided(y.shape, y.stride(), int(y.storage_offset())).any())
 
     def free(self, storage: int, span: Span | None) -> None:
-        """Mark a storage as freed: it must not be accessed any more. `span` is the place of the free in the text."""
+        """Mark a storage as freed: it must not be accessed any more. `span` is the place of the `free` in the text."""
         self.freed[storage] = span
 
     def reset(self) -> None:

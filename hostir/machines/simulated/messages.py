@@ -1,4 +1,4 @@
-"""Messages between two simulated ranks: the sides of `send`, `recv` and `exchange` are matched in pairs."""
+"""Messages between two simulated ranks. The sides of `send`, `recv` and `exchange` are matched in pairs."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class MessageSide:
     The rank's next message in the same team starts after this one has ended.
 
     Fields:
-        x, out: the tensor that is sent, and the tensor that is received; None if there is no such tensor.
+        x, out: the tensor that this rank sends, and the tensor into which it receives; None if there is no such tensor.
         start: the task that starts the message.
-        to, source: the rank that it sends to, and the rank that it receives from.
+        to, source: the rank to which this rank sends, and the rank from which it receives.
         take: the task that reads `x`; None if nothing is sent.
         give: the task that writes `out`; None if nothing is received.
-        sender: the matching side of the rank that sends to this one.
+        sender: the matching side of the rank that sends to this rank.
         taken: the copy of `x` that `take` has read.
     """
 
@@ -54,7 +54,7 @@ class MessageSide:
         return [task for task in (self.take, self.give) if task is not None]
 
     def meet(self, sender: MessageSide) -> None:
-        """Make this side receive the tensor that `sender` sends: add the edges between the two sides."""
+        """Make this side receive the tensor that `sender` sends, and add edges between the tasks of the two sides."""
         assert sender.take is not None
         assert self.give is not None
         sender.take.held_by([self.start])
@@ -75,8 +75,8 @@ class MessageSide:
 def pair(issued: Sequence[Sequence[MessageSide]], note: Callable[[Task], Note]) -> None:
     """Match the messages of one team: the k-th send from rank a to rank b with the k-th receive of rank b from rank a.
 
-    `issued` has the messages of each rank in issue order. Raises HostIRError if a message has no partner, or if its
-    partner has another size or dtype.
+    `issued` has the messages of each rank in issue order. Raises HostIRError if a message has no partner, or if the two
+    tensors have different sizes or dtypes.
     """
     sent: dict[tuple[int, int], list[MessageSide]] = {}
     received: dict[tuple[int, int], list[MessageSide]] = {}

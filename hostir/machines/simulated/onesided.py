@@ -18,7 +18,8 @@ Site = tuple[str, tuple[int, ...]]  # an allocation in a program: the name of th
 class SymmetricBuffers:
     """The symmetric buffers of all ranks. A buffer belongs to one allocation of the program and to one rank.
 
-    A rank may use a peer's buffer before the peer has planned its allocation. So the first use creates the buffer.
+    A rank may use a peer's buffer before the peer has planned the allocation of the buffer. So the first use creates
+    the buffer.
     """
 
     def __init__(self, memory: SimulatedMemory) -> None:
@@ -30,7 +31,10 @@ class SymmetricBuffers:
         self.named: dict[tuple[Site, int], Task] = {}  # the first task of another rank that accesses it
 
     def allocate(self, place: Site, rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
-        """Return a rank's buffer, which is the same in every call. Return None if it has another shape or dtype."""
+        """Return a rank's buffer, which is the same in every call.
+
+        Return None if the buffer already exists with another shape or dtype.
+        """
         self.allocated.add((place, rank))
         buffer = self._buffer(place, rank, shape, dtype)
         return buffer if buffer.shape == torch.Size(shape) and buffer.dtype == dtype else None
@@ -80,10 +84,11 @@ BarrierSide = tuple[Task, Task]  # two tasks of one rank: its arrival at a barri
 
 
 def meet(issued: Sequence[Mapping[tuple[int, ...], list[BarrierSide]]], note: Callable[[Task], Note]) -> list[Task]:
-    """Join the n-th barrier of each rank of a team, for every n and every team; return the tasks that join them.
+    """Join the n-th barriers of all ranks of a team, for every n and every team; return the tasks that join them.
 
-    `issued[rank][team]` are the barriers of a rank in issue order. `note` returns the place in the text and a
-    description of a task's statement. Raises HostIRError if the ranks of a team issue different numbers of barriers.
+    `issued[rank][team]` are the barriers of a rank in issue order. `note` takes a task, and returns the place of the
+    task's statement in the text and a description of the statement. Raises HostIRError if the ranks of a team issue
+    different numbers of barriers.
     """
     joints: list[Task] = []
     for team in dict.fromkeys(team for rank in issued for team in rank):

@@ -1,9 +1,9 @@
-"""Race detection on simulated ranks: it finds unordered accesses to common memory while tasks run.
+"""Race detection on simulated ranks. While tasks run, it finds unordered accesses to common memory.
 
-The *past* of a task is the set of tasks that happen before it: the tasks that it follows, the signal that it has waited
-for, and their pasts. It is stored as the bits of an integer, like a vector clock with a component for each task. The
-past does not contain a task that only ran earlier by chance, or only because it held the SMs. So races are found under
-any seed.
+The *past* of a task is the set of tasks that happen before it. These are the tasks that it follows, the signal that it
+has waited for, and the pasts of these tasks and of this signal. A past is stored as the bits of an integer, like a
+vector clock with a component for each task. If a task ran earlier only by chance, or only because it held the SMs, it
+is not in the past. So races are found under any seed.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class TaskAccess:
         task: the number of the task.
         writes: True for a write, False for a read.
         storage: the identity of the view's storage.
-        extent: the number of elements of the storage.
+        extent: the number of elements that the storage has.
         place: the shape, the strides and the offset of the view.
-        range: the elements of the storage from the first to the last element of the view.
+        range: the range of the storage's elements from the first element to the last element of the view.
     """
 
     def __init__(self, task: int, view: torch.Tensor, writes: bool) -> None:
@@ -45,9 +45,9 @@ class TaskAccess:
         return "writes" if self.writes else "reads"
 
     def of(self, marks: torch.Tensor) -> torch.Tensor:
-        """Return a view of `marks` with the marks of the accessed elements.
+        """Return the marks of the accessed elements, as a view of `marks`.
 
-        `marks` has a mark for each element of the storage.
+        `marks` has one mark for each element of the storage.
         """
         return marks.as_strided(*self.place)
 
@@ -56,7 +56,7 @@ class TaskAccess:
         return torch.zeros(self.extent, dtype=torch.bool, device="cpu")
 
     def meets(self, other: TaskAccess) -> bool:
-        """Return True if both access a common element. Both must be accesses to the same storage."""
+        """Return True if this access and `other` have an element in common. Both must access the same storage."""
         if self.range.stop <= other.range.start or other.range.stop <= self.range.start:
             return False
         marks = self.blank()
@@ -66,7 +66,7 @@ class TaskAccess:
     def stands_for(self, other: TaskAccess) -> bool:
         """Return True if the detector may forget the earlier access `other`.
 
-        That is so if every later access that races with `other` also races with this access.
+        The detector may do so if every later access that races with `other` also races with this access.
         """
         return self.place == other.place and (self.writes or not other.writes)
 
@@ -86,7 +86,7 @@ class Watch:
         self.unwritten: HostIRError | None = None  # the error of the first read of undefined memory
 
     def runs(self, task: Task) -> None:
-        """Record that a task runs. Raises HostIRError if it races with a task that ran before."""
+        """Record that a task runs. Raises HostIRError if the task races with a task that ran before."""
         me = self.number[task]
         known = self.past.pop(me, 0) | 1 << me
         if isinstance(task.gate, FlagGate):

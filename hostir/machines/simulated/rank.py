@@ -28,7 +28,7 @@ Parts = Sequence[torch.Tensor | None]  # the shards of one tensor, by rank
 
 
 class Float64Side(CollectiveSide):
-    """A side of a collective among ranks that compute in float64: sums are in float64, too."""
+    """A side of a collective among ranks that compute in float64. Its sums are in float64, too."""
 
     def add(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.stack(list(parts)).sum(0)
@@ -99,7 +99,10 @@ class RankMachine(Observer, OptionalMethods):
         leave.stream = "after the call"
 
     def finish(self, call: int, outputs: Parts, written: Views) -> None:
-        """End a call: store its outputs and make the caller's memory undefined. The caller may now overwrite it."""
+        """End a call: store its outputs, and make the caller's memory undefined.
+
+        The caller may overwrite its memory from now on.
+        """
         self.outputs[call] = [None if x is None else x.clone() for x in outputs]
         for x in written:
             make_undefined(x)
@@ -133,9 +136,9 @@ class RankMachine(Observer, OptionalMethods):
     def dense(self, x: torch.Tensor) -> torch.Tensor:
         """Return `x` or a contiguous copy of it.
 
-        An `x` that is not contiguous is always copied. A contiguous `x` is copied in every other call, so that both
-        cases are tested: in one call on the odd ranks, in the next call on the even ranks. On real ranks, the strides
-        of the caller's tensor decide.
+        If `x` is not contiguous, it is always copied. If `x` is contiguous, it is copied in every second call, so that
+        both cases are tested: in one call on the odd ranks, in the next call on the even ranks. On real ranks, a tensor
+        is copied only if it is not contiguous.
         """
         if x.is_contiguous() and (self.rank + self.issuer.call) % 2 == 0:
             return x

@@ -79,7 +79,7 @@ class RankMemory:
         return self.symmetric.flag(self.at(flags, self.issuer.rank), slot)
 
     def refuse_overlap(self, out: torch.Tensor, reads: Sequence[torch.Tensor]) -> None:
-        """Raise HostIRError if the current statement writes memory that it reads, unless it may work in place.
+        """Raise HostIRError if the current statement writes memory that it also reads, unless it may work in place.
 
         The statement writes `out`, and reads the tensors `reads`.
         """

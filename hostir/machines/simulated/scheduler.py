@@ -1,4 +1,4 @@
-"""The scheduler of simulated ranks: orders of tasks, the loop that runs them, and their times."""
+"""The scheduler of simulated ranks: the orders of tasks, the loop that runs tasks, and the times of tasks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LAST = 2.0  # later than every random number
 
 
 def program_order(task: Task) -> float:
-    """Return the priority of a task that gives program order: tasks run in issue order, lower ranks first."""
+    """Return a task's priority in program order: tasks run in issue order, and lower ranks go first."""
     return task.step + task.rank * 1e-6
 
 
@@ -30,7 +30,7 @@ def random_order(seed: int, tasks: Sequence[Task]) -> Priority:
     """Return random priorities that are likely to expose missing edges. Every legal order is possible.
 
     Each lane has a random priority. Depending on the seed, priorities change never, seldom, often, or at every step. If
-    priorities never change, the lane with the last priority runs only when no other lane can run. For example, all
+    priorities never change, the lane with the lowest priority runs only when no other lane can run. For example, all
     tasks of one stream may run before the first collective. If the scheduler chose each next task at random, such
     orders would be very rare. (This is the idea of probabilistic concurrency testing: Burckhardt et al., ASPLOS 2010.)
 
@@ -66,10 +66,10 @@ def execute(
     Args:
         tasks: all tasks of all ranks.
         order: the priority of a task among the tasks that may run.
-        before: called with each task before it runs; raises if the task must not run.
-        failed: returns the exception to raise if a task raises an exception.
-        held: True if a task waits for its holding edges as well. A holding edge is a delay that only some machines
-            have.
+        before: a function that is called with each task before the task runs. It raises an exception if the task must
+            not run.
+        failed: a function that is called if a task raises an exception. It returns the exception to raise instead.
+        held: True if tasks also wait for holding edges. A holding edge is a delay that only some machines have.
     """
     for task in tasks:
         task.blockers = task.needs + task.held if held else task.needs
@@ -108,9 +108,9 @@ def execute(
 
 
 def _unblock(task: Task, held: bool, ready: list[Task]) -> None:
-    """Add to `ready` the followers of a task that has run, if they wait for no other task.
+    """Add the followers of `task`, which has run, to `ready` if they wait for no other task.
 
-    With `held`, holding edges count, too.
+    If `held` is True, followers also wait for holding edges.
     """
     for follower in task.followers:
         follower.blockers -= 1

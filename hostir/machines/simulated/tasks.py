@@ -18,32 +18,32 @@ class Task:
     """An action of one rank. It may run once every task that it follows has run and its gate is open.
 
     Fields:
-        lane: the label of its stream; a unique label if it is on no stream.
+        lane: the label of the task's stream; a unique label if the task is on no stream.
         order: the number of tasks that its rank created before it.
         step: the number of statements of its rank up to the moment when the task was created.
-        statement: the statement that it belongs to; None for a task of the caller.
+        statement: the statement to which the task belongs; None for a task of the caller.
         rounds: the rounds of the loops around the statement.
         call: the number of the call, from 0.
-        stream: the label of the stream that was current when it was issued.
+        stream: the label of the stream that was current when the task was issued.
         run: the action; None for a task that only orders others.
-        reads, writes: the views that it accesses, of any rank.
+        reads, writes: the views that the task reads and writes, in memory of any rank.
         memory: the storages of these views.
-        undefines: the views that it makes undefined.
-        gate: the gate that must be open, besides the tasks that it follows.
-        changes: the gate that it may open or close when it runs.
-        one_sm: True if it needs only one SM. A kernel that was issued later in the same call leaves this SM free.
-        may_block: True if it may hold SMs until another rank does something.
-        epoch: the epoch that it waits for at its gate, or the new epoch of the flag `changes`.
+        undefines: the views that the task makes undefined.
+        gate: the gate that must be open before the task may run; None for no gate.
+        changes: the gate that the task may open or close when it runs.
+        one_sm: True if the task needs only one SM. A kernel that was issued later in the same call leaves this SM free.
+        may_block: True if the task may hold SMs until another rank does something.
+        epoch: the epoch for which the task waits at its gate, or the new epoch of the flag `changes`.
         team: the team of a communication.
         since: the task at whose start its bar in a trace begins; None if a trace does not show it.
-        timed: True if a real machine takes time for it.
-        queued_behind: the task that delays it on a real link, although nothing orders the two.
-        followers: the tasks that follow it.
-        needs: the number of tasks that it follows.
-        blockers: the number of tasks that it still waits for in a run.
-        holds: the tasks that it may delay on some machines: the ends of its holding edges.
-        held: the number of tasks that may delay it on some machines.
-        seconds: its measured duration.
+        timed: True if a real machine takes time for the task.
+        queued_behind: the task that delays this task on a real link, although no edge orders the two tasks.
+        followers: the tasks that follow this task.
+        needs: the number of tasks that this task follows.
+        blockers: the number of tasks for which this task still waits in a run.
+        holds: the tasks that this task may delay on some machines. A holding edge leads to each of these tasks.
+        held: the number of tasks that may delay this task on some machines.
+        seconds: the measured duration of the task.
     """
 
     rank: int = 0
@@ -94,7 +94,10 @@ class Task:
 
 
 def join(tasks: Iterable[Task]) -> Task:
-    """Return an empty task that follows all of `tasks`, so that their followers need one edge instead of many."""
+    """Return an empty task that follows all of `tasks`.
+
+    A task that must follow all of `tasks` then needs only one edge.
+    """
     return Task().follow(tasks)
 
 
@@ -108,14 +111,14 @@ class Gate:
         raise AssertionError(type(self).__name__)
 
     def admits(self, task: Task) -> bool:
-        """Return True if a task may run now; else park it."""
+        """Return True if a task may run now. Otherwise park the task and return False."""
         if self.open(task):
             return True
         self.parked.append(task)
         return False
 
     def released(self) -> list[Task]:
-        """Remove the parked tasks from the gate and return them. Each of them should ask again whether it may run."""
+        """Remove the parked tasks from the gate and return them. The gate must be asked again for each of them."""
         parked, self.parked = self.parked, []
         return parked
 
@@ -124,7 +127,7 @@ class Gate:
 
 
 class FlagGate(Gate):
-    """A flag as a gate. Signals set the flag. The gate is open to a task once the flag has reached the task's epoch."""
+    """A gate that is a flag. Signals set the flag. The gate is open for a task once the flag has the task's epoch."""
 
     def __init__(self, name: str = "") -> None:
         super().__init__()
@@ -143,15 +146,15 @@ class FlagGate(Gate):
 
 
 class SMGate(Gate):
-    """The SMs of a rank as a gate. While a waiting kernel holds the SMs, only the copies that overlap it may start.
+    """A gate for the SMs of a rank. While a kernel that waits holds the SMs, only copies that overlap it may start.
 
     The kernel leaves one SM free for tasks that need only one SM and were issued before the kernel in the same call.
-    But a task that may block can take this SM, and then it waits for all other SMs. So the SM is not free while such a
-    task is parked.
+    But a task that may block can take this SM and then wait for the other SMs. So the SM does not count as free while
+    such a task is parked.
 
     Fields:
         holder: the kernel that holds the SMs; None if they are free.
-        overlapping: the copies that overlap it.
+        overlapping: the copies that overlap the holder.
     """
 
     def __init__(self) -> None:

@@ -38,7 +38,10 @@ Products = tuple[Tensor | None, list[Tensor]]  # the gathered tensor, or None un
 def fused_all_gather_matmul(
     A: Tensor, Bs: list[Tensor], gather_dim: int, group_name: str, *, return_A: bool = True
 ) -> Products:
-    """All-gather A along an axis, and multiply it with each of Bs; return the gathered A or None, and the products."""
+    """All-gather A along an axis, and multiply it with each of Bs. Return the gathered A and the products.
+
+    The gathered A is None if `return_A` is False.
+    """
     return gathered_products(OperatorCall("symm_mem::fused_all_gather_matmul", group_name), A, Bs, gather_dim, return_A)
 
 
@@ -52,8 +55,8 @@ def all_gather_matmul(
 ) -> Products:
     """All-gather `a` along an axis, and multiply it with each of `bs`.
 
-    With `linear`, multiply with the transposes of `bs`. Returns the gathered `a`, or None unless `return_a`, and the
-    products.
+    With `linear`, multiply with the transpose of each of `bs`. Returns the gathered `a` and the products. The gathered
+    `a` is None if `return_a` is False.
     """
     call = OperatorCall("hostir::all_gather_matmul", group_name)
     return gathered_products(call, a, bs, gather_dim, return_a, linear)
@@ -69,7 +72,7 @@ def all_gather_matmul_out(
 ) -> None:
     """All-gather `a`, and write its products with `bs` to `out`.
 
-    Write the gathered `a` to `gathered` unless it is None. All these tensors may have any strides.
+    If `gathered` is not None, write the gathered `a` to it. All these tensors may have any strides.
     """
     call = OperatorCall("hostir::all_gather_matmul_out", group_name)
     results = [*out] if gathered is None else [*out, gathered]
@@ -106,8 +109,8 @@ def gathered_products(
 ) -> Products:
     """All-gather `a` along an axis, and multiply it with each of `bs`.
 
-    Returns the gathered `a`, or None unless `return_a`, and the products. Raises Unfit for a call that hostir cannot
-    run.
+    Returns the gathered `a` and the products. The gathered `a` is None if `return_a` is False. Raises Unfit for a call
+    that hostir cannot run.
 
     Args:
         call: the call of the operator.
@@ -117,8 +120,8 @@ def gathered_products(
         return_a: True to return the gathered `a`.
         linear: True to multiply with the transpose of each of `bs`, as linear layers do with their weights.
         gated: True to return one result instead of two products: `silu(a @ b0) * (a @ b1)`.
-        out: contiguous matrices that the results are written to: one for each product, and, if `return_a`, one for the
-            gathered `a`.
+        out: contiguous matrices to which the results are written. There is one for each product. If `return_a` is True,
+            a last one is for the gathered `a`.
     """
     check_operands(a, bs, axis)
     bs = [b.t() for b in bs] if linear else bs
@@ -177,9 +180,9 @@ def gather_fusion(
         K: the number of columns of the gathered `%a`.
         columns: the number of columns of each matrix.
         extra: the number of axes of the rows besides M.
-        outside: how many of these axes stand before M.
-        slices: 0 if `%a` is sharded on M. Otherwise `%a` is sharded on its columns, and `slices` divides the outermost
-            axis.
+        outside: the number of these axes that stand before M.
+        slices: 0 if `%a` is sharded on M. Otherwise `%a` is sharded on its columns, and the outermost axis has the size
+            `slices * M`.
         return_a: True if the gathered `%a` is an output.
         gated: True if the output is `silu(%a @ %b0) * (%a @ %b1)`, and not the products.
     """
@@ -207,12 +210,13 @@ def gather_fusion(
 def all_gather_matmul_backward(
     a: Tensor, dys: list[Tensor], bs: list[Tensor], gather_dim: int, group_name: str, linear: bool, dtypes: list[str]
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return the gradients of all-gather + matmul, of `a` and of the weights.
+    """Return the gradients of an all-gather + matmul: the gradient of `a`, and the gradients of the weights.
 
-    The weights' gradients need the gathered `a`, so `a` is gathered again. This overlaps the matmul for the gradient of
-    `a`. The reduce-scatter of the gradient of `a` overlaps the matmuls for the weights' gradients.
+    The weights' gradients need the gathered `a`, so `a` is gathered again. The all-gather overlaps the matmul for the
+    gradient of `a`. The reduce-scatter of the gradient of `a` overlaps the matmuls for the weights' gradients.
 
-    `dtypes` has a name for each weight: the dtype of its gradient. With an empty name the gradient is not computed.
+    `dtypes` holds a name for each weight: the name of the dtype of the weight's gradient. If the name is empty, the
+    gradient is not computed.
     """
     full = collectives.start_gathered(OperatorCall("hostir::all_gather", group_name), a, gather_dim)
     addend = _addend(dys, bs, gather_dim, linear)
@@ -223,9 +227,9 @@ def all_gather_matmul_backward(
 
 
 def _addend(dys: list[Tensor], bs: list[Tensor], axis: int, linear: bool) -> Tensor:
-    """Return this rank's addend of the input gradient.
+    """Return this rank's addend of the input gradient, which is the sum over all ranks.
 
-    Its memory has `axis` outermost, unless `axis` is the last axis.
+    `axis` is the outermost axis in the memory of the addend, unless `axis` is the last axis.
     """
     dy, weight = side_by_side(dys, bs, linear)
     return dy @ weight if axis == dy.ndim - 1 else (dy.movedim(axis, 0) @ weight).movedim(0, axis)
@@ -233,7 +237,7 @@ def _addend(dys: list[Tensor], bs: list[Tensor], axis: int, linear: bool) -> Ten
 
 @torch.library.register_torch_dispatch("hostir::all_gather_matmul_backward", CommDebugMode, lib=LIBRARY)
 def _(mode: CommDebugMode, func: Any, types: Any, args: Sequence[Any], kwargs: Any) -> tuple[Tensor, list[Tensor]]:
-    """Compute `all_gather_matmul_backward` under CommDebugMode, by a separate operator for each of its two collectives.
+    """Compute `all_gather_matmul_backward` under CommDebugMode. Run each of its two collectives in a separate operator.
 
     CommDebugMode counts one collective for an operator, and would miss the other one.
     """

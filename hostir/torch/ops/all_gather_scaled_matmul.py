@@ -1,4 +1,7 @@
-"""All-gather + matmul of scaled fp8 matrices. If each rank has scales for its rows, they are gathered with the rows."""
+"""All-gather + matmul of scaled fp8 matrices.
+
+If each rank has scales for its rows, the scales are gathered together with the rows.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ def dtype_of_number(number: Any) -> torch.dtype | None:
 
 
 def _with_dtypes(torchs: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap torch's function: the wrapper converts the numbers of output dtypes to dtypes."""
+    """Return a wrapper of torch's function, which converts the output dtypes from numbers to dtypes."""
     return lambda *args: torchs(*args[:8], [dtype_of_number(number) for number in args[8]], *args[9:])
 
 
@@ -96,10 +99,9 @@ def all_gather_scaled_matmul(
     out_dtype: torch.dtype,
     use_fast_accum: bool = False,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """All-gather `a` with its scales, and multiply it with each of `bs`.
+    """All-gather `a` and its scales, and multiply the gathered `a` with each of `bs`.
 
-    `scales` is the layout of `a_scale`, as for `gather_fusion`. Returns the gathered `a`, the scales of the gathered
-    `a`, and the products.
+    `scales` is the layout of `a_scale`, as for `gather_fusion`. Returns the gathered `a`, its scales, and the products.
     """
     rights = [
         ScaledRight(b, scale, bias, None, out_dtype, use_fast_accum)
@@ -119,7 +121,7 @@ def gathered_scaled_products(
     scales: str = "",
     return_a: bool = True,
 ) -> tuple[Any, Any, list[Tensor]]:
-    """All-gather `a` with its scales, and multiply it with each right operand.
+    """All-gather `a` and its scales, and multiply the gathered `a` with each right operand.
 
     Returns the gathered `a`, its scales, and the products. Raises Unfit for a call that hostir cannot run, and
     ValueError for scales of wrong shapes.
@@ -129,8 +131,8 @@ def gathered_scaled_products(
         a: this rank's part, in fp8.
         scale: the scales of `a`.
         rights: the right operands.
-        axis: the axis of `a` to gather along, not the last one.
-        scales: the layout of `scale`, as for `gather_fusion`. By default it follows from the shapes.
+        axis: the axis of `a` to gather along. It must not be the last axis.
+        scales: the layout of `scale`, as for `gather_fusion`. By default the layout follows from the shapes.
         return_a: False to return None for the gathered `a` and for its scales.
     """
     check_operands(a, [right.b for right in rights], axis)
@@ -168,7 +170,7 @@ def gathered_scaled_products(
 
 
 def layout_of_scales(a: Tensor, scale: Tensor, rights: Sequence[ScaledRight], axis: int, ranks: int) -> str:
-    """Return the layout of `scale`, the scales of `a`, as for `gather_fusion`.
+    """Return the layout of `scale`, the scales of `a`. The result is one of the words that `gather_fusion` explains.
 
     Raises ValueError if the shapes of the scales do not fit the operands.
     """
@@ -205,15 +207,16 @@ def gather_fusion(
     outside: int,
     return_a: bool = True,
 ) -> Program:
-    """Return the fusion that gathers `%a` with K columns, sharded on M, and multiplies it with scaled matrices.
+    """Return the fusion that gathers `%a` along M and multiplies it with scaled matrices. `%a` has K columns.
 
-    The outputs are the products. With `return_a`, the gathered `%a` follows, and its scales if they are gathered.
+    The outputs are the products. With `return_a`, the gathered `%a` is another output. If the scales of `%a` are
+    gathered, they are the last output.
 
     Args:
-        products: the right operands and results of the products.
-        scales: the layout of the scales of `%a`. `one`: a single scale. `sharded`: each rank has the scales of its
-            rows. `replicated`: each rank has the scales of all rows. With the suffix `_blocks` there is a scale for
-            each 128 elements of a row, otherwise one for each row.
+        products: the properties of each product, which include its right operand and its result.
+        scales: the layout of the scales of `%a`. `one`: there is a single scale. `sharded`: each rank has the scales of
+            its rows. `replicated`: each rank has the scales of all rows. With the suffix `_blocks`, there is a scale
+            for each 128 elements of a row. Without it, there is a scale for each row.
         extra: the number of axes of the rows besides M. The first `outside` of them stand before M.
     """
     blocks, sharded = scales.endswith(BLOCKS), scales.startswith("sharded")

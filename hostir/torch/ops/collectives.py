@@ -22,19 +22,22 @@ from hostir.torch.ops.running import THREAD, OperatorCall, Unfit, do_not_remembe
 
 @define("all_gather(Tensor x, int gather_dim, str group_name) -> Tensor", GATHERED)
 def all_gather(x: Tensor, gather_dim: int, group_name: str) -> Tensor:
-    """All-gather `x` along `gather_dim`. This axis is the outermost in the memory of the result."""
+    """All-gather `x` along `gather_dim`. This axis is the outermost axis in the memory of the result."""
     return gathered(OperatorCall("hostir::all_gather", group_name), x, gather_dim)
 
 
 @define("reduce_scatter(Tensor x, str reduce_op, int scatter_dim, str group_name) -> Tensor", SCATTERED)
 def reduce_scatter(x: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> Tensor:
-    """Sum `x` over all ranks; return this rank's part along `scatter_dim`, which is the outermost axis in memory."""
+    """Sum or average `x` over all ranks, and return this rank's part along `scatter_dim`.
+
+    `scatter_dim` is the outermost axis in the memory of the result.
+    """
     return scattered(OperatorCall("hostir::reduce_scatter", group_name), x, reduce_op, scatter_dim)
 
 
 @define("all_reduce(Tensor x, str group_name) -> Tensor", SUMMED)
 def all_reduce(x: Tensor, group_name: str) -> Tensor:
-    """All-reduce: return the sum of `x` over all ranks. It is contiguous."""
+    """All-reduce: return the sum of `x` over all ranks, which is contiguous."""
     return reduced(OperatorCall("hostir::all_reduce", group_name), x)
 
 
@@ -46,7 +49,7 @@ def all_reduce_out(x: Tensor, group_name: str, *, out: Tensor) -> None:
 
 
 def gathered(call: OperatorCall, x: Tensor, axis: int) -> Tensor:
-    """Return `x`, gathered along `axis`. This axis is the outermost in the memory of the result."""
+    """All-gather `x` along `axis`. This axis is the outermost axis in the memory of the result."""
     ranks = call.group.size
     if THREAD.tracing:
         return empty_rows(x, [n * ranks if k == axis else n for k, n in enumerate(x.shape)], axis)
@@ -56,9 +59,9 @@ def gathered(call: OperatorCall, x: Tensor, axis: int) -> Tensor:
 
 
 def start_gathered(call: OperatorCall, x: Tensor, axis: int) -> Callable[[], Tensor]:
-    """Start an all-gather of `x` along `axis`; return a function that waits for it and returns the result.
+    """Start an all-gather of `x` along `axis`; return a function that waits for the all-gather and returns the result.
 
-    The all-gather overlaps what the caller computes in between.
+    The all-gather overlaps everything that the caller computes before it calls this function.
     """
     if THREAD.tracing:
         return lambda: gathered(call, x, axis)
@@ -68,7 +71,10 @@ def start_gathered(call: OperatorCall, x: Tensor, axis: int) -> Callable[[], Ten
 
 
 def scattered(call: OperatorCall, x: Tensor, reduce_op: str, axis: int) -> Tensor:
-    """Sum or average `x` over all ranks; return this rank's part along `axis`, the outermost axis in memory."""
+    """Sum or average `x` over all ranks, and return this rank's part along `axis`.
+
+    `axis` is the outermost axis in the memory of the result.
+    """
     ranks, average = call.group.size, is_average(reduce_op)
     if THREAD.tracing:
         return empty_rows(x, [n // ranks if k == axis else n for k, n in enumerate(x.shape)], axis)
@@ -79,9 +85,9 @@ def scattered(call: OperatorCall, x: Tensor, reduce_op: str, axis: int) -> Tenso
 
 
 def start_scattered(call: OperatorCall, x: Tensor, axis: int) -> Callable[[], Tensor]:
-    """Start a reduce-scatter of `x` along `axis`; return a function that waits for it and returns the result.
+    """Start a reduce-scatter of `x` along `axis`; return a function that waits for it and returns this rank's part.
 
-    The reduce-scatter overlaps what the caller computes in between.
+    The reduce-scatter overlaps everything that the caller computes before it calls this function.
     """
     if THREAD.tracing:
         return lambda: scattered(call, x, "sum", axis)
@@ -92,7 +98,7 @@ def start_scattered(call: OperatorCall, x: Tensor, axis: int) -> Callable[[], Te
 
 
 def reduced(call: OperatorCall, x: Tensor, out: Tensor | None = None) -> Tensor:
-    """All-reduce: return the sum of `x` over all ranks, in `out` or in a new tensor. Both are contiguous."""
+    """All-reduce: return the sum of `x` over all ranks, in `out` or in a new tensor. `out` must be contiguous."""
     if THREAD.tracing:
         return x.new_empty(x.shape)
     rows = (prod(x.shape[:-1]), x.shape[-1]) if x.ndim else (1, 1)
@@ -103,9 +109,9 @@ def reduced(call: OperatorCall, x: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def start_reduced(call: OperatorCall, x: Tensor) -> Callable[[], Tensor]:
-    """Start an all-reduce of `x`; return a function that waits for it and returns the result.
+    """Start an all-reduce of `x`; return a function that waits for the all-reduce and returns the sum.
 
-    The all-reduce overlaps what the caller computes in between.
+    The all-reduce overlaps everything that the caller computes before it calls this function.
     """
     if THREAD.tracing:
         return lambda: reduced(call, x)
@@ -114,16 +120,17 @@ def start_reduced(call: OperatorCall, x: Tensor) -> Callable[[], Tensor]:
 
 
 def is_average(reduce_op: str) -> bool:
-    """Return True for the reduction `avg`, False for `sum`. Raises ValueError for others."""
+    """Return True for the reduction `avg`, False for `sum`. Raises ValueError for any other reduction."""
     if reduce_op not in ("sum", "avg"):
         raise ValueError("reduce_op must be sum or avg")
     return reduce_op == "avg"
 
 
 def dtype_of_sum(x: Tensor, average: bool) -> str:
-    """Return the name of the dtype that the sum over ranks has. Raises Unfit if hostir does not compute with it.
+    """Return the name of the dtype of the sum over ranks. Raises Unfit if hostir does not compute with this dtype.
 
-    It is the dtype of `x`. For an average of float16 it is f32, because the sum may overflow in float16.
+    It is the dtype of `x`, with one exception: for an average of float16 it is f32, because the sum may overflow in
+    float16.
     """
     return "f32" if average and x.dtype == torch.float16 else dtype_of([x])
 
@@ -135,7 +142,9 @@ def mean(total: Tensor, ranks: int, dtype: torch.dtype) -> Tensor:
 
 
 def _to_scatter(x: Tensor, average: bool, axis: int, ranks: int) -> tuple[tuple[Any, ...], Tensor]:
-    """Return the arguments of `scatter_fusion` after `dtype`, and the fusion's operand, a view of `x`.
+    """Return the arguments for the parameters of `scatter_fusion` that follow `dtype`, and the operand of the fusion.
+
+    The operand is a view of `x`.
 
     Raises Unfit if the number of ranks does not divide the length of `axis`.
     """
@@ -146,13 +155,13 @@ def _to_scatter(x: Tensor, average: bool, axis: int, ranks: int) -> tuple[tuple[
 
 
 def _moved(x: Tensor, axis: int) -> tuple[tuple[int, ...], Tensor]:
-    """Return `extra` and `outside` for a fusion along `axis`, and the fusion's operand, a view of `x`."""
+    """Return `(extra, outside)` for a fusion along `axis`, and the operand of the fusion, which is a view of `x`."""
     operand, outside = collapsed(x if x.ndim > 1 else x.unsqueeze(1), axis, last=0)
     return (operand.ndim - 1, outside), operand
 
 
 def _unmoved(y: Tensor, x: Tensor, axis: int, length: int, ranks: int) -> Tensor:
-    """Return the output `y` of a fusion with the axes of `x`. Its `axis` has the length `length`."""
+    """Return the output `y` of a fusion, viewed with the axes of `x`. `length` is the length of `axis` in `y`."""
     others = [n for k, n in enumerate(x.shape) if k != axis]
     return unaliased(y, x, ranks).view(length, *others).movedim(0, axis)
 
@@ -199,7 +208,7 @@ def _plain_reduce_scatter(tensor: Tensor, reduce_op: str, group_name: str) -> Te
 def low_contention_all_gather(tensor: Tensor, group_name: str) -> Tensor:
     """All-gather along axis 0.
 
-    On CUDA it runs on a side stream, and the caller must call `wait_tensor` on the result.
+    On CUDA, the all-gather runs on a side stream, and the caller must call `wait_tensor` on the result.
     """
     call = OperatorCall("symm_mem::_low_contention_all_gather", group_name)
     return _overlapped(tensor, gathered, call, tensor, 0)
@@ -209,7 +218,7 @@ def low_contention_all_gather(tensor: Tensor, group_name: str) -> Tensor:
 def low_contention_reduce_scatter(tensor: Tensor, reduce_op: str, group_name: str) -> Tensor:
     """Reduce-scatter along axis 0.
 
-    On CUDA it runs on a side stream, and the caller must call `wait_tensor` on the result.
+    On CUDA, the reduce-scatter runs on a side stream, and the caller must call `wait_tensor` on the result.
     """
     if reduce_op not in ("sum", "avg"):
         raise ValueError(f"reduce_op ({reduce_op}) is not supported")
@@ -261,7 +270,10 @@ def _save_arguments(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _all_reduce_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-    """Return a copy of `dy`. All ranks compute one loss, so `dy` is the same on all ranks, and nothing communicates."""
+    """Return a copy of `dy`, the gradient of the result, as the gradient of `x`.
+
+    All ranks compute the same loss, so `dy` is the same on all ranks, and no communication is needed.
+    """
     refuse_twice("hostir::all_reduce")
     return dy.clone(), None
 

@@ -1,8 +1,9 @@
 """Write the text of a fusion, the sharded computation that an operator runs.
 
 The axes of a tensor of rows have symbolic sizes. M is the size of the axis that is gathered or scattered. P0, P1, ...
-are the sizes of the other axes. The last axis of a matmul's operand is not among them. `extra` is the number of these
-other axes. `outside` says how many of them stand before M in the operand.
+are the sizes of the other axes. The last axis of a matmul's operand is not among them. In the functions of all
+families, `extra` is the number of these other axes, and `outside` is the number of other axes that stand before M in
+the operand.
 
 Communication needs M outermost, so the fusion moves it there by `permute`. Operands may have any strides. If a
 statement needs contiguous memory, lowering inserts a copy, which the text of the program shows.
@@ -18,9 +19,9 @@ from hostir.ir.program import Program
 
 
 def fusion(name: str, ranks: int, inputs: Sequence[str], outputs: Sequence[str], body: Sequence[str]) -> Program:
-    """Parse a fusion on a mesh of `ranks` ranks.
+    """Return a fusion on a mesh of `ranks` ranks, parsed from the given parts of its text.
 
-    `inputs` are names with types, such as `%a: bf16[M, 64]`. `outputs` are names. `body` has the statements.
+    `inputs` are names with types, such as `%a: bf16[M, 64]`. `outputs` are names. `body` holds the statements.
     """
     mesh = " ".join(map(str, range(ranks)))
     head = f"fusion @{name}({', '.join(inputs)}) -> ({', '.join(outputs)})"
@@ -39,7 +40,7 @@ def type_of(dtype: str, *sizes: Any) -> str:
 
 
 def in_front(x: str, dtype: str, sizes: Sequence[Any], outside: int, partial: str = "") -> tuple[str, list[str], str]:
-    """Declare the operand `x`, and move its axis M outermost.
+    """Return the text that declares the operand `x` and makes M its outermost axis.
 
     Args:
         x: the operand's name.

@@ -1,7 +1,7 @@
 """Gradients of operators: record calls for autograd, and compute the gradients of weights.
 
-`register_gradients` does what `torch.library.register_autograd` does, and takes the same set-up and backward functions.
-But each call executes only a fifth as much Python code. Operators may take and return lists of tensors.
+`register_gradients` does the same as `torch.library.register_autograd`, and takes the same functions for set-up and
+backward. But a call executes only a fifth as much Python code, and operators may take and return lists of tensors.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ def needs_autograd_only(tensors: Iterable[Tensor]) -> bool:
 
 
 def needs_no_dispatcher(tensors: Iterable[Tensor]) -> bool:
-    """Return True if a call may skip torch's dispatcher, which takes 10 us: it would only run autograd."""
+    """Return True if a call may skip torch's dispatcher, because the dispatcher would only run autograd.
+
+    Skipping it saves 10 us.
+    """
     if torch.compiler.is_compiling() or _functions() or _profiled():
         return False
     return needs_autograd_only(tensors)
@@ -53,8 +56,8 @@ class Recording:
         formula: the operator's backward and set-up functions.
         run: a function that computes the results.
         args: the arguments of the call.
-        lengths: for each result, its length if it is a list, otherwise None. Set by the call.
-        several: True if `run` returns a tuple of results. Set by the call.
+        lengths: for each result, its length if the result is a list, otherwise None. The call sets this field.
+        several: True if `run` returns a tuple of results. The call sets this field.
     """
 
     formula: Gradients
@@ -94,7 +97,7 @@ class Recorded(torch.autograd.Function):
 
 
 def lengths(values: Sequence[Any]) -> list[int | None]:
-    """Return a list with the length of each value that is a list, and None for each other value."""
+    """Return a list with an entry for each value: the length of the value if it is a list, else None."""
     return [len(x) if type(x) is list else None for x in values]
 
 
@@ -107,7 +110,7 @@ def flattened(values: Sequence[Any]) -> list[Any]:
 
 
 def nested(flat: Sequence[Any], counts: Sequence[int | None]) -> list[Any]:
-    """Undo `flattened`: return the values. `counts` is what `lengths` returned for them."""
+    """Undo `flattened`: return the values. `counts` is the result of `lengths` for these values."""
     left = iter(flat)
     return [next(left) if count is None else list(islice(left, count)) for count in counts]
 
@@ -162,22 +165,24 @@ def refuse_twice(name: str) -> None:
 def grad_dtype(b: Tensor) -> str:
     """Return the name of the dtype that the gradient of `b` must have; an empty string if `b` requires no gradient.
 
-    torch defines `grad_dtype` for leaves only. For the part of a sharded weight, `local_weight` in
-    `hostir.torch.modules` sets `dtype_of_gradient`.
+    torch defines `grad_dtype` only for leaf tensors. This rank's part of a sharded weight is not a leaf. For it,
+    `local_weight` in `hostir.torch.modules` stores the dtype in the attribute `dtype_of_gradient`.
     """
     dtype = (b.grad_dtype or b.dtype) if b.is_leaf else getattr(b, "dtype_of_gradient", b.dtype)
     return str(dtype).removeprefix("torch.") if b.requires_grad else ""
 
 
 def weight_gradient(x: Tensor, dy: Tensor, axis: int, dtype_name: str, linear: bool) -> Tensor:
-    """Return the gradient of a weight: `x^T @ dy`, or its transpose if `linear`. It sums over all axes but the last.
+    """Return the gradient of a weight: `x^T @ dy`, or its transpose if `linear`.
+
+    The product sums over all axes except the last axis of `x` and of `dy`.
 
     Args:
         x: the input of the matmul.
         dy: the gradient of its output.
         axis: the axis of `x` and `dy` that is outermost in memory.
-        dtype_name: the dtype of the gradient. With half-precision operands and `float32`, the product is not rounded to
-            half precision.
+        dtype_name: the dtype of the gradient. If it is `float32` and the operands are in half precision, the product is
+            not rounded to half precision.
         linear: True for the gradient of a transposed weight, as in a linear layer.
     """
     if torch.is_autocast_enabled(x.device.type):  # autocast would round the product
@@ -196,7 +201,7 @@ def weight_gradient(x: Tensor, dy: Tensor, axis: int, dtype_name: str, linear: b
 def weight_gradients(x: Tensor, dys: Sequence[Tensor], axis: int, dtypes: Sequence[str], linear: bool) -> list[Tensor]:
     """Return the gradients of several weights with the same input `x`.
 
-    Leave out weights with an empty name in `dtypes`.
+    `dtypes` holds the name of each gradient's dtype. Weights with an empty name are left out.
     """
     pairs = zip(dys, dtypes, strict=True)
     return [weight_gradient(x, dy, axis, dtype, linear) for dy, dtype in pairs if dtype]
@@ -205,8 +210,8 @@ def weight_gradients(x: Tensor, dys: Sequence[Tensor], axis: int, dtypes: Sequen
 def side_by_side(dys: Sequence[Tensor], bs: Sequence[Tensor], linear: bool) -> tuple[Tensor, Tensor]:
     """Return the operands of one matmul that computes the input gradient of several matmuls.
 
-    These are the gradients `dys`, concatenated on columns, and the transposes of `bs`, concatenated on rows. With
-    `linear`, `bs` are transposed already.
+    The left operand concatenates the columns of the gradients `dys`. The right operand concatenates the rows of the
+    transposes of `bs`. If `linear` is True, `bs` are already transposed.
     """
     weights = bs if linear else [b.t() for b in bs]
     return (dys[0], weights[0]) if len(dys) == 1 else (torch.cat([*dys], dim=-1), torch.cat([*weights]))

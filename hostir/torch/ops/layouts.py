@@ -19,13 +19,14 @@ from hostir.ir.source import error, user_span
 def collapsed(x: Tensor, axis: int, last: int = 1, joined: bool = False) -> tuple[Tensor, int]:
     """Merge axes of `x` where strides allow it; return the view and the new index of `axis`.
 
-    The axes before `axis` are merged into one. The axes after `axis` are merged into another one. If all axes
-    before `axis` have size 1, `axis` moves to the front. With `last=1` it is then merged with the axes after it.
+    The axes before `axis` are merged into one axis. The axes after `axis` are merged into another axis. If all axes
+    before `axis` have size 1, `axis` moves to the front. If, in addition, `last` is 1, `axis` is then merged with the
+    axes after it.
 
     Args:
         x: the tensor.
         axis: the axis that a collective gathers or scatters.
-        last: how many of the last axes are never merged: 1 or 0. With 0, the view has at least two axes.
+        last: the number of last axes that are never merged, 1 or 0. With 0, the view has at least two axes.
         joined: True to merge `axis` with the axes after it in every case.
     """
     end = x.ndim - last
@@ -42,7 +43,7 @@ def collapsed(x: Tensor, axis: int, last: int = 1, joined: bool = False) -> tupl
 
 
 def merged(x: Tensor, first: int, end: int) -> Tensor | None:
-    """Return a view in which the axes `first` to `end - 1` are merged into one. None if the strides do not allow it."""
+    """Return a view in which the axes `first` to `end - 1` are merged into one; None if strides do not allow it."""
     if end - first < 2:
         return x
     try:
@@ -52,10 +53,10 @@ def merged(x: Tensor, first: int, end: int) -> Tensor | None:
 
 
 def expanded(rows: Tensor, part: Tensor, axis: int, ranks: int) -> Tensor:
-    """Return gathered rows with the axes of the gathered tensor.
+    """Return gathered rows as a view with the axes of the gathered tensor.
 
     Args:
-        rows: an output of the fusion, with the gathered axis outermost.
+        rows: an output of a fusion. Its outermost axis is the gathered axis.
         part: this rank's part of the tensor before it was gathered.
         axis: the gathered axis of `part`.
         ranks: the number of ranks.
@@ -69,7 +70,7 @@ def expanded(rows: Tensor, part: Tensor, axis: int, ranks: int) -> Tensor:
 def unaliased(result: Tensor, operand: Tensor, ranks: int) -> Tensor:
     """Return `result` in memory that it does not share with `operand`.
 
-    On one rank, a gathered tensor may be a view of the operand; it is copied.
+    If there is only one rank, a gathered tensor may be a view of the operand. Such a tensor is copied.
     """
     if ranks > 1 or result.untyped_storage().data_ptr() != operand.untyped_storage().data_ptr():
         return result
@@ -77,7 +78,7 @@ def unaliased(result: Tensor, operand: Tensor, ranks: int) -> Tensor:
 
 
 def empty_rows(x: Tensor, shape: Sequence[int], axis: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Return an uninitialized tensor of this shape, with `axis` outermost in memory, on the device of `x`."""
+    """Return an uninitialized tensor of this shape on the device of `x`. `axis` is the outermost axis in memory."""
     return x.new_empty([shape[axis], *shape[:axis], *shape[axis + 1 :]], dtype=dtype).movedim(0, axis)
 
 
@@ -86,7 +87,7 @@ def gathered_like(
 ) -> Tensor:
     """Return an uninitialized tensor with the layout of the gathered `x`, or of its product with `columns` columns.
 
-    For tracers, which need shapes and strides only.
+    Tracers get this tensor as a result, because they need only shapes and strides.
     """
     return empty_rows(x, gathered_shape(x, axis, ranks, columns), 0 if axis == x.ndim - 1 else axis, dtype)
 
@@ -108,7 +109,10 @@ def check_shape(out: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def into(out: Tensor, compute: Callable[[Tensor], Any]) -> None:
-    """Write the result of `compute` to `out`, which may have any strides. `compute` writes to a contiguous argument."""
+    """Write the result of `compute` to `out`, which may have any strides.
+
+    `compute` writes to its argument, which is always contiguous.
+    """
     dense = contiguous(out)
     compute(dense)
     if dense is not out:

@@ -68,12 +68,12 @@ class Operator:
 
     @cached_property
     def group_index(self) -> int | None:
-        """The position of the argument `group_name`; None without one."""
+        """The position of the argument `group_name`; None if the operator has no such argument."""
         names = [argument.name for argument in self.packet.default._schema.arguments if not argument.kwarg_only]
         return names.index("group_name") if "group_name" in names else None
 
     def computed(self, args: Sequence[Any], options: Any) -> Any:
-        """Return the result of `compute`. If hostir cannot run the call, return what `refuse` returns."""
+        """Return the result of `compute`. If hostir cannot run the call, return the result of `refuse`."""
         try:
             return self.compute(*args, **options)
         except Unfit as unfit:
@@ -108,14 +108,14 @@ class Operator:
         return self.record(run, args) if self.record is not None and wants_gradients(tensors) else run()
 
     def differentiate(self, backward: Callable[..., Any], setup: Callable[..., Any]) -> None:
-        """Register gradients. The functions are as for `torch.library.register_autograd`."""
+        """Register gradients. `backward` and `setup` are as for `torch.library.register_autograd`."""
         self.record = register_gradients(self.name, (backward, setup), LIBRARY, self.kernel)
 
 
 def define(
     schema: str, collective: str = "", fake: Callable[..., Any] | None = None
 ) -> Callable[[Callable[..., Any]], Operator]:
-    """Return a decorator that defines an operator of `torch.ops.hostir`. The decorated function computes it.
+    """Return a decorator that defines an operator of `torch.ops.hostir`.
 
     The decorated function is the kernel on CPU and on CUDA.
 
@@ -123,8 +123,8 @@ def define(
         schema: the operator's schema, as for `torch.library.define`.
         collective: the name of the functional collective that CommDebugMode counts for each call. CommDebugMode does
             not see the communication inside the operator.
-        fake: a function that returns results without data. By default the kernel returns them, with `THREAD.tracing`
-            set. For an operator that returns nothing, the default does nothing.
+        fake: a function that returns results without data. By default, the kernel is called with `THREAD.tracing` set,
+            and returns such results. For an operator that returns nothing, the default does nothing.
     """
 
     def register(compute: Callable[..., Any]) -> Operator:
@@ -149,10 +149,10 @@ def _nothing(*args: Any, **options: Any) -> None:
 
 
 class TakenOver(Operator):
-    """An operator of `torch.ops.symm_mem` that hostir runs once `install` has been called.
+    """An operator of `torch.ops.symm_mem` that hostir runs after a call of `install`.
 
     Fields:
-        torchs: torch's functions, by the type of device. They run the calls that hostir cannot run.
+        torchs: for each type of device, a function that runs the calls that hostir cannot run.
         formula: the backward and set-up functions. None for an operator without gradients.
     """
 
@@ -171,7 +171,7 @@ class TakenOver(Operator):
     def call(self, tensors: Sequence[Tensor], *args: Any, **options: Any) -> Any:
         """Call the operator.
 
-        If `needs_no_dispatcher` allows it, skip the dispatcher; autograd does not record such a call.
+        If `needs_no_dispatcher` allows it, the call skips the dispatcher. Autograd does not record such a call.
         """
         if tensors[0].device.type not in MACHINES or not needs_no_dispatcher(tensors):
             return self.packet(*args, **options)
@@ -192,7 +192,7 @@ class TakenOver(Operator):
 def takes_over(
     name: str, *, cuda: Callable[..., Any], cpu: Callable[..., Any]
 ) -> Callable[[Callable[..., Any]], TakenOver]:
-    """Return a decorator: the decorated function computes an operator of `torch.ops.symm_mem` after `install`.
+    """Return a decorator for a function that computes an operator of `torch.ops.symm_mem` after `install`.
 
     Args:
         name: the operator's name, without the namespace.
@@ -205,7 +205,7 @@ def takes_over(
 def check_operands(a: Tensor, bs: Sequence[Tensor], axis: int = 0) -> None:
     """Raise ValueError unless `a` has two axes or more and the axis `axis`, and all `bs` are matrices.
 
-    The messages are the messages of torch. They say `gather_dim` for the axis of a scatter, too.
+    The messages are torch's messages. They call the axis `gather_dim`, even if it is the axis of a scatter.
     """
     if a.dim() < 2:
         raise ValueError("A_shard must be a matrix")
@@ -217,7 +217,10 @@ def check_operands(a: Tensor, bs: Sequence[Tensor], axis: int = 0) -> None:
 
 
 def check_out(name: str, *tensors: Tensor) -> None:
-    """Raise HostIRError if a tensor requires gradients: a call with `out` has no gradients. `name` is the operator."""
+    """Raise HostIRError if a tensor requires gradients, because a call with `out` has no gradients.
+
+    `name` is the name of the operator.
+    """
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         raise error(
             f"{name} has no gradients, and a tensor requires them",

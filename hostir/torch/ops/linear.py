@@ -1,4 +1,4 @@
-"""Operators for linear layers with special gradients: a gated pair of layers, and layers with a replicated input."""
+"""Operators for linear layers that need special gradients: a gated pair of layers, and layers with replicated input."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ from hostir.torch.ops.running import OperatorCall
 def all_gather_gated(
     a: Tensor, gate: Tensor, up: Tensor, gather_dim: int, group_name: str, return_a: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """All-gather `a` along an axis; return `silu(a @ gate^T) * (a @ up^T)`, and the gathered `a`, or None."""
+    """All-gather `a` along an axis. Return `silu(a @ gate^T) * (a @ up^T)` and the gathered `a`.
+
+    The gathered `a` is None if `return_a` is False.
+    """
     call = OperatorCall("hostir::all_gather_gated", group_name)
     full, (y,) = gathered_products(call, a, [gate, up], gather_dim, return_a, linear=True, gated=True)
     return y, full
@@ -38,7 +41,7 @@ def _gated_setup(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _gated_backward(ctx: Any, dy: Tensor | None, d_full: Tensor | None) -> tuple[Any, ...]:
-    """Return the gradients of `all_gather_gated`. Computes its two products again from the gathered rows."""
+    """Return the gradients of `all_gather_gated`. Compute the operator's two products again from the gathered rows."""
     refuse_twice(all_gather_gated.name)
     x, gate, up = ctx.saved_tensors
     wants_a, *wanted = ctx.needs_input_grad[:3]

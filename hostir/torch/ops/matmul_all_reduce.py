@@ -1,7 +1,7 @@
 """Matmul + all-reduce: sum finished rows of the product over the ranks while other rows are multiplied.
 
-All ranks have the same result and compute one loss from it. So the gradient of the result is the same on all ranks. It
-is also the gradient of each rank's product. So backward does not communicate.
+All ranks have the same result and compute the same loss from it. So the gradient of the result is the same on all
+ranks. It is also the gradient of each rank's product. For this reason, backward does not communicate.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ def summed_product(
     linear: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return `all_reduce(a @ b) + addend`, in `out` or in a new tensor. Both are contiguous.
+    """Return `all_reduce(a @ b) + addend`, in `out` or in a new tensor. `out` must be contiguous.
 
-    With `linear`, multiply with the transpose of `b`. The addend has one row or the shape of the result. Raises Unfit
-    for a call that hostir cannot run.
+    With `linear`, multiply with the transpose of `b`. The addend has one row, or it has the shape of the result. Raises
+    Unfit for a call that hostir cannot run.
     """
     check_operands(a, [b])
     b = b.t() if linear else b
@@ -74,8 +74,8 @@ def summed_product(
 def sum_fusion(ranks: int, dtype: str, K: int, columns: int, extra: int, addend: int) -> Program:
     """Return the fusion that all-reduces `%a @ %b` and adds `%z`.
 
-    `extra` is the number of axes of the rows besides M. `addend` is 0 without `%z`, 1 if `%z` has one row, and 2 if it
-    has all rows.
+    `extra` is the number of axes of the rows besides M. `addend` is 0 if there is no `%z`, 1 if `%z` has one row, and 2
+    if `%z` has as many rows as the result.
     """
     others = extra_sizes(extra)
     rows = "*".join(("M", *others))

@@ -66,8 +66,8 @@ def scattered_product(
 ) -> Tensor:
     """Multiply `a` with `b`, sum or average over all ranks, and return this rank's part along `axis`.
 
-    Returns `out`, or a new tensor. Both are contiguous. With `linear`, multiply with the transpose of `b`. Raises Unfit
-    for a call that hostir cannot run.
+    The result is `out`, or a new tensor if `out` is None. `out` must be contiguous. With `linear`, multiply with the
+    transpose of `b`. Raises Unfit for a call that hostir cannot run.
     """
     check_operands(a, [b], axis)
     b, average = b.t() if linear else b, is_average(reduce_op)
@@ -101,7 +101,7 @@ def rows_fusion(ranks: int, dtype: str, K: int, columns: int, extra: int, outsid
     """Return the fusion that sums `%a @ %b` over the ranks and scatters M, an axis of the rows.
 
     `K` is the number of columns of `%a` over all ranks. `columns` is the number of columns of `%b`. The sum has the
-    dtype `result`. The module `fusions` explains `extra` and `outside`.
+    dtype `result`. The docstring of the module `hostir.torch.ops.fusions` explains `extra` and `outside`.
     """
     others, part = extra_sizes(extra), "M@didx"
     a, body, front = in_front("%a", dtype, ("M", *others, f"{K}@didx"), outside)
@@ -133,7 +133,8 @@ def columns_fusion(ranks: int, dtype: str, K: int, columns: int, extra: int, res
 def _summed(name: str, sizes: Sequence[Any], product: str, dtype: str, result: str) -> list[str]:
     """Return the statements that compute `product`, sum it over the ranks in the dtype `result`, and scatter the sum.
 
-    The scattered sum has the name `name` and the sizes `sizes`. `dtype` is the dtype of the product.
+    `product` is the text of the product, and `dtype` is its dtype. The scattered sum has the name `name` and the sizes
+    `sizes`.
     """
     if result == dtype:
         return [f"{name}: {type_of(dtype, *sizes)} = {product}"]
@@ -148,8 +149,9 @@ def _summed(name: str, sizes: Sequence[Any], product: str, dtype: str, result: s
 def differentiate(scatter: Operator, gathered_products: Callable[..., gather.Products]) -> None:
     """Register the gradients of `scatter`, a matmul + reduce-scatter.
 
-    `gathered_products(dy, weights, axis, group, return_a)` is an all-gather + matmul. It gathers `dy` once, multiplies
-    it with the weight for the input gradient, and returns the gathered `dy` for the weight's gradient.
+    `gathered_products(dy, weights, axis, group, return_a)` is an all-gather + matmul. It gathers `dy`, the gradient of
+    the result, once. It multiplies the gathered `dy` with the weight for the input gradient, and returns the gathered
+    `dy` for the weight's gradient.
     """
 
     def setup(ctx: Any, inputs: Any, output: Any) -> None:

@@ -1,8 +1,8 @@
-"""Remember what an operator's call runs, so that a later call with the same layouts need not work it out again.
+"""Remember the steps of an operator's call, so that a later call with the same layouts repeats them directly.
 
 An operator finds the executor of a fusion, makes views of its tensors as operands, and makes views of the executor's
-outputs as results. All of this depends only on layouts and on arguments that are not tensors. So a call that did
-nothing else is remembered. A later call makes the same views, and runs the same executor.
+outputs as results. All of these steps depend only on layouts and on arguments that are not tensors. If a call did
+nothing else, it is remembered. A later call then makes the same views and runs the same executor.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class FirstView:
     """A view that begins at the first element of a tensor.
 
     Fields:
-        of: the position of the tensor.
+        of: the position of the tensor in a list of tensors.
         layout: sizes and strides of the view; None for the tensor itself.
     """
 
@@ -36,7 +36,10 @@ class FirstView:
 
     @staticmethod
     def find(x: Tensor, tensors: Sequence[Tensor]) -> FirstView | None:
-        """Return `x` as a view of one of `tensors`; None if it is none. All `tensors` have different addresses."""
+        """Return a description of `x` as a view of one of `tensors`; None if `x` is not a view of any of them.
+
+        All `tensors` must have different addresses.
+        """
         for i, y in enumerate(tensors):
             if x.data_ptr() == y.data_ptr() and x.dtype == y.dtype:
                 return FirstView(i, None if x is y else (x.shape, x.stride()))
@@ -48,9 +51,9 @@ class Executed:
 
     Fields:
         executor: the executor of the fusion; None if no executor has run yet.
-        operands: its inputs.
-        outputs: its outputs.
-        versions: how often each output had been changed in place when the executor returned.
+        operands: the inputs of the executor.
+        outputs: the outputs of the executor.
+        versions: for each output, the number of in-place changes before the executor returned.
         others: True if the call also did something that a remembered call would leave out.
     """
 
@@ -64,18 +67,18 @@ class Executed:
         self.others = False
 
     def note(self, executor: Executor, operands: Sequence[Tensor], outputs: Sequence[Tensor], *, into: bool) -> None:
-        """Note that an executor has run. `into`: it has written to tensors of the caller."""
+        """Record that an executor has run. `into` is True if it has written to tensors of the caller."""
         self.others = self.others or into or self.executor is not None
         self.executor, self.operands, self.outputs, self.versions = executor, operands, outputs, _versions(outputs)
 
     @property
     def is_simple(self) -> bool:
-        """True if the call ran one executor, and neither changed its outputs nor did anything else."""
+        """True if the call ran exactly one executor, did not change the executor's outputs, and did nothing else."""
         return self.executor is not None and not self.others and self.versions == _versions(self.outputs)
 
 
 class Remembered:
-    """A call of an operator that later calls with the same layouts repeat. Make one with `Remembered.of`."""
+    """A call of an operator that later calls with the same layouts repeat. `Remembered.of` creates such an object."""
 
     def __init__(
         self,
@@ -91,12 +94,14 @@ class Remembered:
 
     @staticmethod
     def of(executed: Executed, tensors: Sequence[Tensor], result: Any) -> Remembered | None:
-        """Return a call that has just been made; None if it did more than to make views and run one executor.
+        """Return a record of a call that has just been made.
+
+        Return None if the call did more than make views and run one executor.
 
         Args:
             executed: what the call has executed.
-            tensors: all tensors among its arguments.
-            result: its result.
+            tensors: all tensors among the arguments of the call.
+            result: the result of the call.
         """
         executor = executed.executor
         if (
@@ -116,7 +121,7 @@ class Remembered:
         return Remembered(executor, tensors, views, results) if len(views) == len(operands) else None
 
     def run(self, operator: str, group: str, tensors: Sequence[Tensor]) -> Any:
-        """Make the call with other tensors, and return its result."""
+        """Repeat the call with other tensors, and return the result."""
         executor = self.executor
         operands = [
             tensors[i] if layout is None else tensors[i].as_strided(layout[0], layout[1]) for i, layout in self.operands
@@ -132,7 +137,7 @@ class Remembered:
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    """Return how often each tensor was changed in place. Inference tensors do not count it."""
+    """Return the number of in-place changes of each tensor; 0 for inference tensors, which do not count them."""
     return [0 if x.is_inference() else x._version for x in tensors]
 
 
@@ -145,7 +150,7 @@ def _apart(tensors: Sequence[Tensor]) -> bool:
 def _template(result: Any, outputs: Sequence[Tensor]) -> Any:
     """Return `result` with a `FirstView` in the place of each tensor.
 
-    Raises LookupError if a tensor is no such view of an output.
+    Each `FirstView` describes the tensor as a view of one of `outputs`. Raises LookupError if this is not possible.
     """
     if result is None:
         return None
@@ -158,7 +163,7 @@ def _template(result: Any, outputs: Sequence[Tensor]) -> Any:
 
 
 def _filled(template: Any, outputs: Sequence[Tensor]) -> Any:
-    """Return a template with the views of these outputs."""
+    """Return the template with views of `outputs` in the place of each `FirstView`."""
     if type(template) is FirstView:
         x, layout = outputs[template.of], template.layout
         return x if layout is None else x.as_strided(layout[0], layout[1])

@@ -81,7 +81,7 @@ def leave_to_torch(name: str, group: str, why: str, torchs: Callable[[], Any]) -
 
 
 def do_not_remember() -> None:
-    """Mark the current call of an operator: it does more than to run one executor on views of its tensors."""
+    """Mark the current call of an operator as one that does more than run one executor on views of its tensors."""
     if THREAD.executed is not None:
         THREAD.executed.others = True
 
@@ -101,14 +101,15 @@ def dtype_of(tensors: Sequence[Tensor]) -> str:
 
 
 class OperatorGroup:
-    """A process group, with the executors of the fusions that operators run on it.
+    """A process group, and the executors of the fusions that operators run on this group.
 
     Fields:
         name: the name of the process group.
         process_group: the process group.
         size: the number of ranks.
-        compiled: the executors, by the arguments of `program`. For a fusion that cannot be compiled, the reason.
-        remembered: calls that later calls with the same layouts repeat, by `key_of`.
+        compiled: the executors, by the arguments of `program`. If a fusion cannot be compiled, the reason takes the
+            place of the executor.
+        remembered: calls that later calls with the same layouts repeat. The keys are results of `key_of`.
     """
 
     def __init__(self, name: str, process_group: Any) -> None:
@@ -119,7 +120,7 @@ class OperatorGroup:
         self._locks: dict[tuple[Any, ...], threading.RLock] = {}  # held while the executor of a key is compiled
 
     def remember(self, key: tuple[Any, ...], call: Remembered | None) -> None:
-        """Keep a call for later calls with the same key, unless it is None."""
+        """Keep `call` for later calls with the same key. If `call` is None, do nothing."""
         if call is None:
             return
         if len(self.remembered) >= MAX_REMEMBERED:
@@ -166,7 +167,7 @@ class OperatorGroup:
 def warn_fallback(group: str, choice: Choice | Ranges) -> None:
     """Warn if the program of `choice` does not overlap.
 
-    Each reason is warned of once, even if many operators have it.
+    There is one warning for each reason, even if the reason applies to many operators.
     """
     taken = choice.choice(choice.largest) if isinstance(choice, Ranges) else choice
     of_machine = tuple(it for it in taken.impossible if it.warn)
@@ -228,11 +229,12 @@ class OperatorCall:
         Raises Unfit if the fusion cannot be compiled.
 
         Args:
-            build: returns the fusion: it is called as `build(ranks, dtype, *key)`.
-            key: the arguments of `build` after `dtype`.
+            build: a function that returns the fusion. It is called as `build(ranks, dtype, *key)`.
+            key: the arguments for the parameters of `build` that follow `dtype`.
             inputs: this rank's parts of the fusion's inputs.
             out: tensors that the outputs are written to. By default the outputs are new tensors.
-            dtype: the name of the fusion's dtype. By default the dtype of the inputs, which must all have the same.
+            dtype: the name of the fusion's dtype. By default, it is the dtype of the inputs, and all inputs must have
+                the same dtype.
         """
         executor = self._executor(build, key, inputs, "eager" if out is None else "out", dtype)
         outputs = self._call(executor, executor, inputs, out=out)
@@ -242,10 +244,10 @@ class OperatorCall:
         return outputs
 
     def start(self, build: Callable[..., Program], key: tuple[Any, ...], inputs: Sequence[Tensor]) -> Started:
-        """Start a fusion asynchronously, and return a handle, whose `wait` returns the outputs.
+        """Start a fusion asynchronously, and return a handle. The handle's method `wait` returns the outputs.
 
-        The fusion overlaps what the caller computes in between. The parameters are as for `execute`. Raises Unfit if
-        the fusion cannot be compiled.
+        The fusion overlaps everything that the caller computes before it calls `wait`. The parameters are as for
+        `execute`. Raises Unfit if the fusion cannot be compiled.
         """
         executor = self._executor(build, key, inputs, "eager")
         do_not_remember()

@@ -37,8 +37,8 @@ from hostir.torch.ops.scaled_operands import (
 class FusedArguments(NamedTuple):
     """The arguments of torch's `fused_scaled_matmul_reduce_scatter`, as in its schema.
 
-    `output_shape` is the shape of the product before axis `orig_scatter_dim` is scattered. If it is None, the product
-    has the rows of A and the columns of B.
+    `output_shape` is the shape of the product before axis `orig_scatter_dim` is scattered. If it is None, the
+    product has the shape of `A @ B`.
     """
 
     A: Tensor
@@ -57,7 +57,7 @@ class FusedArguments(NamedTuple):
 
 
 def _with_shape(torchs: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap torch's function: if a call passes no output shape, the wrapper passes the shape of the product."""
+    """Return a wrapper of torch's function, which passes the shape of the product if a call passes no output shape."""
 
     def call(*args: Any) -> Any:
         it = FusedArguments(*args)
@@ -72,7 +72,10 @@ def _with_shape(torchs: Callable[..., Any]) -> Callable[..., Any]:
     cpu=_with_shape(symm_mem._fused_scaled_matmul_reduce_scatter_fallback),
 )
 def fused_scaled_matmul_reduce_scatter(*args: Any) -> Tensor:
-    """Multiply A with B, sum or average over all ranks, and return this rank's part. Takes `FusedArguments`."""
+    """Multiply A with B, sum or average over all ranks, and return this rank's part.
+
+    `args` are the fields of `FusedArguments`.
+    """
     it = FusedArguments(*args)
     check_operands(it.A, [it.B], it.scatter_dim_after_maybe_reshape)
     call = OperatorCall("symm_mem::fused_scaled_matmul_reduce_scatter", it.group_name)
@@ -161,7 +164,7 @@ def scattered_scaled_product(
 
 
 def layout_of_scales(a: Tensor, scale: Tensor, right: ScaledRight) -> str:
-    """Return the layout of the scales of both operands, as for `scatter_fusion`.
+    """Return the layout of the scales of both operands. The result is one of the words that `scatter_fusion` explains.
 
     Raises ValueError if the shapes of the scales do not fit the operands.
     """
@@ -189,12 +192,12 @@ def scatter_fusion(
         ranks: the number of ranks.
         dtype: the dtype of `%a`.
         K: the number of columns of `%a` over all ranks.
-        product: the right operand and the result.
-        scales: the layout of the scales. `one`: one scale for each operand. `rows`: one for each row of `%a` and for
-            each column of `%b`. `blocks`: one for each 128 elements of a row of `%a` and for each 128x128 block of
-            `%b`.
+        product: the properties of the product, which include its right operand and its result.
+        scales: the layout of the scales. `one`: each operand has one scale. `rows`: each row of `%a` and each column of
+            `%b` has a scale. `blocks`: each 128 elements of a row of `%a` have a scale, and so does each 128x128 block
+            of `%b`.
         extra: the number of axes of the rows besides M.
-        outside: how many of these axes stand before M.
+        outside: the number of these axes that stand before M.
     """
     others, part = extra_sizes(extra), "M@didx"
     a, body, front = in_front("%a", dtype, ("M", *others, f"{K}@didx"), outside)

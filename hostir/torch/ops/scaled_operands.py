@@ -1,8 +1,10 @@
 """Operands of scaled fp8 matmuls: check their shapes and dtypes, and bring scales into the shape that fusions take.
 
-There are three layouts of scales. Each operand has one scale. Or the left operand has a scale for each row, and the
-right operand has one for each column. Or the left operand has a scale for each 128 elements of a row, and the right
-operand has one for each 128x128 block.
+There are three layouts of scales:
+
+- Each operand has one scale.
+- The left operand has a scale for each row, and the right operand has a scale for each column.
+- The left operand has a scale for each 128 elements of a row, and the right operand has a scale for each 128x128 block.
 """
 
 from __future__ import annotations
@@ -27,9 +29,9 @@ class ScaledRight(NamedTuple):
     Fields:
         b: the right operand, `[K, N]`.
         scale: the scales of `b`.
-        bias: a vector that is added to the product, or None.
+        bias: a vector that is added to the product; None for no bias.
         result_scale: a factor for an fp8 result, applied before the result is rounded. None for no factor.
-        out_dtype: the dtype of the result. By default the dtype of `b`.
+        out_dtype: the dtype of the result; None for the dtype of `b`.
         fast: True if tensor cores may accumulate with less precision (torch's `use_fast_accum`).
     """
 
@@ -50,7 +52,9 @@ def check_lengths(bs: Sequence[Tensor], **lists: Sequence[Any]) -> None:
 
 @dataclass(frozen=True)
 class ScaledProduct:
-    """The properties of a scaled matmul that decide the text of its fusion. Dtypes are names in programs.
+    """The properties of a scaled matmul that decide the text of its fusion.
+
+    A dtype is given by the name that programs use for it.
 
     Fields:
         b: the dtype of the right operand.
@@ -70,7 +74,9 @@ class ScaledProduct:
 
 
 def product_of(a: Tensor, right: ScaledRight, out_dtype: torch.dtype | None) -> ScaledProduct:
-    """Describe the product of `a` with a right operand. `out_dtype` None means the dtype of the right operand.
+    """Return the properties of the product of `a` and a right operand.
+
+    If `out_dtype` is None, the result has the dtype of the right operand.
 
     Raises Unfit if hostir cannot compute the product.
     """
@@ -104,10 +110,10 @@ def fp8_dtype(x: Tensor, name: str) -> str:
 
 
 def are_of_blocks(a: Tensor, scale: Tensor, right: ScaledRight) -> bool:
-    """Return True if both operands have scales of blocks.
+    """Return True if both operands have block-wise scales.
 
-    `a` then has a scale for each 128 elements of a row, and the right operand has one for each 128x128 block. Checks
-    only the last axis of `scale`.
+    `a` then has a scale for each 128 elements of a row, and the right operand has a scale for each 128x128 block. The
+    function checks only the last axis of `scale`.
     """
     expected = [n / BLOCK for n in right.b.shape]
     return a.shape[-1] == right.b.shape[0] and [*scale.shape[-1:]] == expected[:1] and [*right.scale.shape] == expected
@@ -116,8 +122,8 @@ def are_of_blocks(a: Tensor, scale: Tensor, right: ScaledRight) -> bool:
 def check_right_scale(right: ScaledRight, by_rows: bool) -> None:
     """Raise ValueError unless the scales of the right operand fit the scales of the left operand.
 
-    If the left operand has a scale for each row (`by_rows`), the right operand must have one for each column. Otherwise
-    it must have one scale.
+    If the left operand has a scale for each row (`by_rows`), the right operand must have a scale for each column.
+    Otherwise the right operand must have one scale.
     """
     scale, expected = right.scale, [1, right.b.shape[1]] if by_rows else [1, 1]
     if [*scale.shape] != expected if by_rows else scale.numel() != 1:
@@ -126,14 +132,19 @@ def check_right_scale(right: ScaledRight, by_rows: bool) -> None:
 
 
 def right_scale(scale: Tensor, blocks: bool) -> Tensor:
-    """Return the scales of a right operand in f32 and contiguous: a matrix for `blocks`, otherwise `[1, columns]`."""
+    """Return the scales of a right operand as a contiguous f32 tensor.
+
+    If `blocks` is True, the tensor is a matrix with a scale for each block. Otherwise its shape is `[1, columns]`.
+    """
     return scale.float().contiguous() if blocks else scale.float().reshape(1, -1)
 
 
 def left_scale(scale: Tensor, x: Tensor, outside: int, ranks: int = 1) -> Tensor:
-    """Return the scales of the rows of `x` with the axes of `x`, but with axis `outside` first. In f32 and contiguous.
+    """Return the scales of a left operand as a contiguous f32 tensor.
 
-    With `ranks`, the scales cover the gathered rows: axis `outside` is `ranks` times as long as in `x`.
+    The result has the axes of `x`, but axis `outside` comes first, and the last axis counts the scales of a row. If
+    `ranks` is larger than 1, `scale` holds the scales of the gathered rows: axis `outside` is then `ranks` times as
+    long as in `x`.
     """
     sizes = [n * ranks if k == outside else n for k, n in enumerate(x.shape[:-1])]
     return scale.float().reshape(*sizes, scale.shape[-1]).movedim(outside, 0).contiguous()
