@@ -50,7 +50,8 @@ def _without_self(function: Callable[..., Any]) -> inspect.Signature:
 class Executor:
     """Runs a host program, as often as it is called.
 
-        executor = Executor(program) outputs = executor(a, b)
+        executor = Executor(program)
+        outputs = executor(a, b)
 
     Under torchrun, `a` and `b` are this rank's parts of the inputs, and `outputs` has its parts of the outputs. A part
     is None if the rank holds no part. On the local machine, each input and output is a list with the part of every
@@ -191,7 +192,9 @@ class Executor:
 
         `wait()` of the returned handle gives the outputs.
 
-            started = executor.start(x) y = w @ v  # meanwhile (z,) = started.wait()
+            started = executor.start(x)
+            y = w @ v  # meanwhile
+            (z,) = started.wait()
 
         Arguments and errors are the same as for a plain call. On CUDA the call runs on a separate stream of the
         executor, after all earlier work of the current stream. You may start it and wait for it while you capture a

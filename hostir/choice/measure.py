@@ -45,7 +45,7 @@ Progress = Callable[[str], None]
 class Subject:
     """A candidate to measure, with its executor and its times.
 
-    `failure` says why it cannot be measured; empty if it can be.
+    `failure` says why it cannot be measured. It is empty if the candidate can be measured.
     """
 
     candidate: Candidate

@@ -128,7 +128,7 @@ class Ranges:
     def ranges(self) -> tuple[Range, ...]:
         """The ranges of the free size. A range has neighbouring values with the same choice.
 
-        Empty if several sizes are free.
+        The tuple is empty if several sizes are free.
         """
         ranges: list[Range] = []
         for power in range(LARGEST + 1) if len(self.free) == 1 else ():

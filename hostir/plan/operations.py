@@ -70,16 +70,20 @@ class Op:
         stream: the stream to which the operation is issued.
 
     Traits:
-        defines: the register that it sets to a tensor. Such an operation runs on the host only. frees: the register of
-        the buffer that it frees. reads, writes: the registers of the tensors that it reads and writes. A communication
-        may access its tensors
+        defines: the register that it sets to a tensor. Such an operation runs on the host only.
+        frees: the register of the buffer that it frees.
+        reads, writes: the registers of the tensors that it reads and writes. A communication may access its tensors
             until a stream has waited for it.
-        joins: the stream that its stream waits for; None if it waits for no stream. starts: the handle of the
-        communication that it starts. awaits: the handle of the communication that it waits for. raised_flags: the flags
-        that it sets. awaited_flags: the flags that its stream or its kernel waits for. by_group: the ranks that run it
-        together through a process group. of_team: the ranks that it signals and waits for, with flags that the machine
-        adds. in_graph: True if it becomes a node of a CUDA graph. needs_sms: True if it runs on SMs, at least on some
-        machines. starts_early: True if it may start before the previous operation on its stream has ended.
+        joins: the stream that its stream waits for; None if it waits for no stream.
+        starts: the handle of the communication that it starts.
+        awaits: the handle of the communication that it waits for.
+        raised_flags: the flags that it sets.
+        awaited_flags: the flags that its stream or its kernel waits for.
+        by_group: the ranks that run it together through a process group.
+        of_team: the ranks that it signals and waits for, with flags that the machine adds.
+        in_graph: True if it becomes a node of a CUDA graph.
+        needs_sms: True if it runs on SMs, at least on some machines.
+        starts_early: True if it may start before the previous operation on its stream has ended.
     """
 
     place: StatementPlace
