@@ -614,7 +614,7 @@ _with_threads: weakref.WeakSet[RankExecutor] = (
 def _forked() -> None:
     """Drop the latest bound call of each executor in a forked child process.
 
-    So the next call runs the check that refuses it.
+    So the next call runs the check that refuses calls in a forked process.
     """
     for executor in _with_threads:
         executor.latest = None

@@ -1,7 +1,4 @@
-"""Check programs: the structure of every program, and the order of all events of a host program.
-
-An error is reported as a diagnostic.
-"""
+"""Check programs: the structure of every program, and the order of all events of a host program."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Signature:
     """Computes signatures of sizes for one host program without structural errors.
 
     A proof of the program holds for all sizes with the same signature. Programs of the same form share their proofs.
-    Two such programs differ only in their own names and in their sizes, which may be symbols or numbers.
+    Programs of one form may differ in the name of the program and in sizes. The sizes may be symbols or numbers.
 
     Fields:
         names: the symbols of the program.
@@ -127,7 +127,7 @@ class _Walk:
         symmetric: the shape of each symmetric buffer.
         strides: the strides of each value.
         buffers: for each value, the name of its buffer.
-        by_chance: True if it depends on the sizes that a view exists, that it is dense, or that it equals another view.
+        by_chance: True if the sizes decide whether some view exists, is dense, or equals another view.
         fits: False if the signature has to consist of all sizes of the program.
     """
 

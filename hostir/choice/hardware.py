@@ -248,9 +248,9 @@ REFERENCE = H200
 
 
 def hardware_of(gpu: str) -> Hardware | None:
-    """Return the constants of a GPU, given the name that its driver reports; None for an unknown GPU.
+    """Return the constants of a GPU, such as "NVIDIA H200"; None for an unknown GPU.
 
-    Such a name is "NVIDIA H200".
+    `gpu` is the name that the driver reports.
     """
     return next((h for name, h in KNOWN.items() if name in gpu.lower()), None)
 

@@ -56,7 +56,8 @@ def flops(tasks: Sequence[CostTask]) -> float:
 class GemmCosts:
     """The times of one program's matmuls.
 
-    They depend on `total_flops` of the program, because power limits the GPU's clock.
+    They depend on the program's number of floating point operations, `total_flops`, because power limits the GPU's
+    clock.
     """
 
     def __init__(self, hardware: Hardware, family: Kernels, total_flops: float) -> None:

@@ -87,7 +87,7 @@ def _bytes(s: AllReduce) -> int | None:
 def rows_axis(s: AllReduce) -> int | None:
     """Return the position of the axis that is cut into blocks or chunks of rows; None if there is no such axis.
 
-    This is the first axis that has more than one element on a rank. It must not be sharded or the last axis.
+    This is the first axis that has more than one element on a rank. If it is sharded or is the last axis, return None.
     """
     axes = zip(s.out.tensor.host().axes[:-1], s.x.tensor.local_shape, strict=False)
     first = next((k for k, (_, size) in enumerate(axes) if not size.is_one), None)
@@ -95,7 +95,11 @@ def rows_axis(s: AllReduce) -> int | None:
 
 
 def shared_axis(s: AllReduce) -> int | None:
-    """Return the position of the first axis of rows that the number of ranks divides; None if there is no such axis."""
+    """Return the position of the first axis of rows that the number of ranks divides; None if there is no such axis.
+
+    Sharded axes and axes of extent 1 are left out. A symbolic extent counts as divisible. But the search ends at a
+    sharded axis of symbolic extent.
+    """
     ranks = s.mesh.size(s.over)
     for k, axis in enumerate(s.out.tensor.host().axes[:-1]):
         if not axis.marks and not axis.extent.is_one and (axis.extent.value is None or axis.extent.value % ranks == 0):

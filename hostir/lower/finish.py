@@ -144,7 +144,7 @@ class FreeBuffers(Pass):
 
 
 def _roots(program: Program) -> dict[str, str]:
-    """Map the name of each view to the name of the buffer or input that it is a view of."""
+    """Return a map from the name of each view to the name of the buffer or input that it is a view of."""
     roots: dict[str, str] = {}
     for s in program.walk():
         if isinstance(s, ViewStatement):
@@ -220,11 +220,10 @@ def _if_used(used: set[str], s: Statement) -> tuple[Statement, ...]:
 
 
 def _once(body: tuple[Statement, ...], outer: dict[Statement, Value]) -> tuple[tuple[Statement, ...], dict[str, Value]]:
-    """Return the body without repeated views.
+    """Return the body without repeated views, and a map. The map has the names of removed views.
 
-    Also return a map from the name of each removed view to the view it repeats.
-
-    `outer` holds the views that are defined before the body, in the program around it.
+    Each removed view is mapped to the earlier view that it repeats. `outer` holds the views that are defined before the
+    body, in the program around it.
     """
     seen, renamed, kept = dict(outer), dict[str, Value](), list[Statement]()
     for s in body:
@@ -265,7 +264,7 @@ class MakeDense(Pass):
 
 
 def _needed(program: Program) -> dict[str, Statement]:
-    """Map the name of each input that must be dense to a statement that needs it dense."""
+    """Return a map from the name of each input that must be dense to a statement that needs it dense."""
     roots, inputs = _roots(program), {v.name for v in program.inputs}
     places = {s.out.name for s in program.walk() if isinstance(s, Rank)}
     needed: dict[str, Statement] = {}
@@ -286,8 +285,7 @@ def _needed(program: Program) -> dict[str, Statement]:
 def _within_rank(s: Put, places: set[str]) -> bool:
     """Return True if a put copies within this rank.
 
-    A kernel then makes the copy, and accepts operands with any strides.
-
-    `places` are the names of indices that hold this rank's position.
+    Such a copy is made by a kernel that accepts operands with any strides. `places` holds the names of indices that
+    hold this rank's position.
     """
     return not s.multiprocessors and isinstance(s.peer, Ref) and s.peer.value.name in places

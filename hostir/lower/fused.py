@@ -75,9 +75,8 @@ class Fused(Pass):
 class Push(Pass):
     """Replaces each collective of rows by two kernels.
 
-    The first copies to all ranks; the second waits for each block of rows.
-
-    The second kernel starts while the first kernel runs.
+    The first kernel copies to all ranks. The second kernel waits for each block of rows, and starts while the first
+    kernel runs.
     """
 
     name = "push"
@@ -273,7 +272,11 @@ def _added(
 
 
 def _in_chunks(s: AllReduce, program: Program) -> bool:
-    """Return True if an allreduce in two steps runs in chunks, because no matmul can wait for its gathered rows."""
+    """Return True if an allreduce in two steps runs in chunks.
+
+    Its chunks must be contiguous. It does not run in chunks if a matmul can wait for the gathered rows, or if the
+    product that makes the rows itself waits for gathered rows.
+    """
     readers = [user for rows in _finished(s, program) for user in program.body if reads_rows(user, rows)]
     maker = maker_of_rows(program, s)
     waits = isinstance(maker, Contraction) and any(
@@ -311,7 +314,7 @@ def _product_in_chunks(s: AllReduce, program: Program, chunks: int) -> Contracti
 
 
 def _sums_of_products(rows: RowCollectives, sums: Iterable[Reduction]) -> dict[str, Reduction]:
-    """Map the name of each product's result to the first collective that sums up its rows."""
+    """Return a map from the name of each product's result to the first collective that sums up its rows."""
     sum_of: dict[str, Reduction] = {}
     for scatter in sums:
         if (product := product_of_rows(rows.program, scatter)) is not None:

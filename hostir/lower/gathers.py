@@ -105,7 +105,7 @@ class SentRows:
         The matmul reads them in place if all of these conditions hold:
 
         - the local rows are one block;
-        - this matmul is the only reader of the gathered rows;
+        - the gathered rows have only one reader, the matmul;
         - copy engines move the other rows;
         - the matmul reads no other gathered tensor, except the scales of the rows. It would wait for all blocks of
           another gathered tensor before it starts.
@@ -186,7 +186,7 @@ class SentColumns(SentRows):
         return Blocks(source, target, tuple(views), self.flag(index, self.team.rank), index, count)
 
     def flag(self, slice: Expr, rank: Expr) -> Expr:
-        """Return the index of the flag of a rank's part of a slice. The flag is set when this part has arrived."""
+        """Return the index of the flag that is set when a rank's part of a slice has arrived."""
         return Bin("+", Bin("*", slice, Lit(self.team.ranks)), rank)
 
     def copy_own(self) -> list[Statement]:

@@ -84,10 +84,11 @@ class Slices(Scope):
         return Value(self.names.fresh(f"{value.name}_{self.suffix}"), type, value.span)
 
     def slice_of(self, full: Value, value: Value) -> tuple[Value, bool]:
-        """Return a view of one slice of `full`, the unsliced `value`; and True if the view has the type of a slice.
+        """Return a view of one slice of a tensor, and True if the view has the type of a slice.
 
-        A rank may hold several blocks of the axis outside the sliced part, so that a slice is not contiguous. Then the
-        view has these blocks as a separate axis, and the second result is False.
+        `value` is the tensor in the fusion, and `full` is the same tensor in the host program, unsliced. A rank may
+        hold several blocks of the axis outside the sliced part, so that a slice is not contiguous. Then the view has
+        these blocks as a separate axis, and the second result is False.
         """
         place, type, index = self.group.places[value.name], full.tensor, self.index
         k = place.axis
@@ -162,8 +163,8 @@ class Slices(Scope):
         """Return the memory for the slice of a result.
 
         If the result is needed outside the loop, this is a view of the unsliced tensor; otherwise it is a slice of a
-        buffer. If the view would not be contiguous, the slice is computed in a buffer, and the copy from the buffer to
-        the unsliced tensor is appended to `spread`.
+        buffer. If the view would not be contiguous, the slice is computed in a buffer, and `spread` gets the statement
+        that copies it to the unsliced tensor.
         """
         if out.name not in self.host.values and not self.escapes(out):
             reduce = self.host.only_reduced(out)
@@ -176,10 +177,10 @@ class Slices(Scope):
         return stage
 
     def partial_of(self, out: Value, reduce: AllReduce) -> Value:
-        """Return the memory for the slice of a partial sum that only an allreduce reads.
+        """Return the memory for the slice of a partial sum. An allreduce is the only reader of this sum.
 
-        This is the slice of the allreduce's result, so that the allreduce works in place. But if that slice is not
-        contiguous, the memory is a slice of a separate buffer.
+        The memory is the slice of the allreduce's result, so that the allreduce works in place. But if that slice is
+        not contiguous, the memory is a slice of a separate buffer.
         """
         target = self.slices[reduce.out.name] = self.destination(reduce.out)
         if target.name not in self.dense:

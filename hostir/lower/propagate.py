@@ -29,7 +29,7 @@ def operands_of(s: Statement) -> tuple[Value, ...]:
 
 
 def users_of(program: Program) -> dict[str, list[Statement]]:
-    """Map each tensor of a fusion to the statements that read or view it, with one entry for each use."""
+    """Return a map from each tensor of a fusion to the statements that read or view it, with one entry for each use."""
     users: dict[str, list[Statement]] = {}
     for s in program.body:
         for v in operands_of(s):
@@ -165,9 +165,8 @@ def _parts(type: TensorType) -> list[Size]:
 def _sharded(s: Statement, declared: TensorType, wanted: TensorType | None) -> TensorType:
     """Return the type of a statement's result.
 
-    Its sharding follows from the operands, its Stream factors from `declared`.
-
-    If possible, a partial sum is reduced to the sharding of `wanted`.
+    The operands decide its sharding, and `declared` decides its Stream factors. If possible, a partial sum is reduced
+    to the sharding of `wanted`.
     """
     if isinstance(s, Reshard):
         return replace(declared, mesh=s.x.tensor.mesh)

@@ -55,9 +55,9 @@ class MakeReshards(Pass):
 
 
 def _explicit(s: Statement, names: Names, resharded: dict[tuple[str, TensorType], Value]) -> Iterator[Statement]:
-    """Yield the statement.
+    """Yield a statement and the reshards that it needs.
 
-    Before it, yield the reshards that its operands need; after it, the reshard of its result.
+    The reshards of its operands come before it, and the reshard of its result comes after it.
     """
     declared = result_of(s).tensor
     if isinstance(s, Reshard):

@@ -308,9 +308,9 @@ class Peers:
 
 
 class GatheredShards:
-    """Builds the copies of an allgather.
+    """Builds the copies of an allgather. Each rank puts its shard into a symmetric buffer.
 
-    Each rank puts its shard into its symmetric buffer, and peers get it from there.
+    Peers get the shard from there.
 
     If the complete gathered tensor is needed, `kept` is True, and the shards are copied to this tensor.
     """

@@ -123,7 +123,7 @@ class RowCollectives:
     def _orders_calls(self, mesh: str, over: str, program: Program, gathering: Collection[AllReduce]) -> bool:
         """Return True if the flags of a team's collectives order two calls in a row.
 
-        Then no barrier is needed between the calls.
+        Then the calls need no barrier between them.
 
         In each collective, every rank waits for blocks of every other rank. Suppose that the first collective gathers
         rows, and that the last one sums up a product that runs after all gathered rows have been read. A rank that has
@@ -293,9 +293,10 @@ def _without_idle_views(program: Program, body: list[Statement]) -> Iterator[Sta
 
 
 def seen_from(rows: Value, makers: Mapping[str, Statement]) -> Value:
-    """Return the tensor from which reshapes that keep the last axis have made `rows`; `rows` itself if there are none.
+    """Return the tensor that `rows` is a reshape of, directly or through further reshapes.
 
-    `makers` maps the name of each tensor to the statement that computes it.
+    Only reshapes that keep the last axis count. Without such a reshape, the result is `rows` itself. `makers` maps the
+    name of each tensor to the statement that computes it.
     """
     maker = makers.get(rows.name)
     while isinstance(maker, Reshape) and maker.x.tensor.host().axes[-1] == maker.out.tensor.host().axes[-1]:

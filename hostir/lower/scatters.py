@@ -32,10 +32,8 @@ MIN_PIECE_ROWS = 256  # two tiles
 class Pieces:
     """Chooses the number of pieces into which the rows for another rank are cut.
 
-    With several pieces, copies begin earlier.
-
-    `most` is the largest number of pieces, and `min_bytes` is the smallest size of a piece. More than two pieces gain
-    nothing, because each copy takes time to start and to signal its end.
+    With several pieces, copies begin earlier. `most` is the largest number of pieces, and `min_bytes` is the smallest
+    size of a piece. More than two pieces gain nothing, because each copy takes time to start and to signal its end.
     """
 
     most: int = 2
@@ -189,7 +187,7 @@ class ScatteredBlocks:
         return For(index.value, Size(others * self.each), (self.transfers.wait(flag),), span=self.scatter.span)
 
     def mine(self, full: Value, views: list[ViewStatement]) -> Value:
-        """Return a view of this rank's rows in `full`, which are its addends of its sum; append the view to `views`."""
+        """Return a view of the rows in `full` that this rank sums up; append the view to `views`."""
         assert isinstance(self.scatter, ReduceScatter)
         place = shard_place(self.scatter)
         chunk = Chunk(full, self.named("mine"), self.team.rank, place.count, place.axis, span=self.scatter.span)
@@ -305,9 +303,9 @@ class ScatteredRows:
                 host.body += [*self.transfers.reuse_barrier(), SetStream(host.user)]
 
     def raising(self, s: Statement) -> Statement:
-        """Return the product `s`.
+        """Return the product `s`, or a changed product if copies wait for its blocks.
 
-        If copies wait for its blocks, it is changed to set a flag after each block of rows.
+        The changed product sets a flag after each block of rows.
         """
         if self.done is None:
             return s

@@ -15,7 +15,7 @@ from hostir.ir.view_ops import Permute, Reshape, ViewStatement
 
 @dataclass(frozen=True)
 class OperandShardings:
-    """Types of operands with which a statement needs no communication, and the resulting type of its result."""
+    """Types of operands with which a statement needs no communication, and the type of the result."""
 
     operands: tuple[TensorType, ...]
     result: TensorType

@@ -88,7 +88,7 @@ def lower(
 
 
 def fusion_of(fusion: object) -> Program:
-    """Return the fusion program of a `hostir.Fusion`, or a fusion program itself.
+    """Return the program of a `hostir.Fusion`. Return a program in the fusion phase as it is.
 
     Raise HostIRError for anything else.
     """
@@ -166,7 +166,7 @@ def _proved(program: Program) -> Program:
 
 
 def _run(each: Pass, program: Program, spec: int) -> Program:
-    """Run a pass, and verify its result as the value of HOSTIR_SPEC, `spec`, requires."""
+    """Run a pass, and verify its result. `spec` is the value of HOSTIR_SPEC, which says what to verify."""
     program = each.run(program)
     if not spec:
         return program

@@ -72,7 +72,8 @@ class Blocks:
             With several blocks, they run for each block.
         flag: the index of the flag that signals the arrival of a block.
         in_turn: the view statements that depend on the turn.
-        awaited: the wait for the local flag that is set when a kernel has written the source; None without such a flag.
+        awaited: the wait for a flag of this rank that is set when a kernel has written the source; None without such a
+            flag.
     """
 
     source: Value

@@ -109,9 +109,9 @@ def alike(program: Program, sizes: Mapping[str, int], calls: int) -> Alike | Non
 class Alike(Order):
     """The order of the events of rank 0, and of events of other ranks that access the memory or the flags of rank 0.
 
-    An event of another rank is a copy of an event of rank 0 that does the same to a peer. The vector clock of the copy
-    is the clock of rank 0's event, rotated by the rank. For example, rank 3's clock counts for rank 5 what rank 0's
-    clock counts for rank 2.
+    If an event of rank 0 accesses a peer, the same event of some other rank accesses rank 0. The event of the other
+    rank is a copy of rank 0's event. Its vector clock is the clock of rank 0's event, rotated by the rank. For example,
+    rank 3's clock counts for rank 5 what rank 0's clock counts for rank 2.
     """
 
     def __init__(self, tracer: _Tracer) -> None:

@@ -27,7 +27,7 @@ Steps = tuple[int, ...]
 
 
 class Rotations:
-    """Checks that the addresses of every rank are rotations of rank 0's addresses (see the module).
+    """Checks that the addresses of every rank are rotations of rank 0's addresses (see the module's docstring).
 
     For each buffer and grid axis, the same digit must rise in the addresses of all accesses. Then two regions overlap
     on every rank if they overlap on rank 0.
@@ -216,10 +216,9 @@ def _steps(numbers: bytes, shape: tuple[int, ...]) -> Steps:
 def _steps_of(values: Any, shape: tuple[int, ...]) -> list[Steps]:
     """Return the result of `_steps` for several addresses.
 
-    Each row of `values` holds the values of one address on all ranks.
-
-    Along each axis, an address may stay the same, or one digit may rise by one from rank to rank, modulo the number of
-    ranks along the axis. Raise UnlikeError for every other change.
+    Each row of `values` holds the values of one address on all ranks. Along each axis, an address may stay the same, or
+    one digit may rise by one from rank to rank, modulo the number of ranks along the axis. Raise UnlikeError for every
+    other change.
     """
     values = values.reshape(-1, *shape)
     steps = []

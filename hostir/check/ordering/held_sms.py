@@ -86,7 +86,7 @@ def _of_the_first_call(rank: RankTrace) -> Iterator[Event]:
 
 
 def _cycles(order: Order, component: list[WaitingKernel], graph: Any) -> Iterator[list[WaitingKernel]]:
-    """Yield the cycles of kernels that can all run at the same time. Each cycle is found once from each of its kernels.
+    """Yield the cycles of kernels that can all run at the same time. Yield each cycle once for each of its kernels.
 
     If there are more than `MAX_PATHS` paths, the search stops, and the last item is an empty cycle.
 

@@ -149,8 +149,8 @@ class JoinedRanks:
     def _show_signals(self) -> None:
         """Give a tick to each signal that a kernel sends, so that vector clocks can show that the signal was sent.
 
-        The signal is on no lane, so it takes the tick of the wait that it ends. If another kernel waits for it block by
-        block, this wait is on no lane either. Then the signal gets a lane that holds nothing else.
+        The signal itself is on no lane, so it takes the tick of the wait that it ends. If another kernel waits for the
+        signal block by block, this wait is on no lane either. Then the signal gets a lane that holds nothing else.
         """
         for wait, signal in self.partners.items():
             if signal.lane is None and wait.event.lane is not None:

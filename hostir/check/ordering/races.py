@@ -153,8 +153,8 @@ class RaceDetector:
     Fields:
         conflicts: for each pair of statements and each buffer, one conflict and the number of its occurrences.
         resizable: True if each call ends its accesses to every symmetric buffer before the next call accesses the same
-            buffer. Two reads need no order, but accesses to different elements do. If this is True, a symmetric buffer
-            may have a different size in each call.
+            buffer, even at other elements. Only two reads need no order. If this is True, a symmetric buffer may have a
+            different size in each call.
     """
 
     def __init__(self, order: Order) -> None:
@@ -192,9 +192,8 @@ class RaceDetector:
     def _follows(self, buffer: Buffer, event: Event, writes: bool, clock: Clock) -> bool:
         """Record an access of `event` to a buffer.
 
-        Return True if it happens after all accesses of earlier calls to this buffer.
-
-        Accesses to different elements count, too. But two reads need no order.
+        Return True if the access happens after all accesses of earlier calls to the same buffer, even at other
+        elements. But two reads need no order.
         """
         calls = self.uses.setdefault(buffer, {})
         for (call, wrote), uses in calls.items():
@@ -264,16 +263,18 @@ class RaceDetector:
 def _implied_by_writer(a: Touch, b: Touch) -> bool:
     """Return True if one of two unordered accesses is an allocation and the other is a read.
 
-    This conflict is not reported.
-
-    Another finding shows the same error: the write of the elements does not follow the allocation, or the read does not
-    follow the write, or nothing writes the elements.
+    This conflict is not reported, because another finding shows the same error: the write of the elements does not
+    follow the allocation, or the read does not follow the write, or nothing writes the elements.
     """
     return any(one.event.verb == "allocates" and not other.access.writes for one, other in ((a, b), (b, a)))
 
 
 def _as_issued(a: Touch, b: Touch) -> tuple[Touch, Touch]:
-    """Return two accesses in the order in which they are issued, each by its rank."""
+    """Return two accesses in the order of issue.
+
+    Accesses of different ranks are ordered by the call, and within a call by the number of events that their rank had
+    issued before.
+    """
     first = (a.event.call, a.event.number) <= (b.event.call, b.event.number)
     return (a, b) if first else (b, a)
 

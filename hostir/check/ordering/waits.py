@@ -55,7 +55,10 @@ def _place(event: Event) -> tuple[int, int, int, int]:
 
 
 def flags_out_of_order(order: Order) -> Iterator[Trouble]:
-    """Yield a trouble for each two successive signals of a flag that are not ordered, or have no rising epochs."""
+    """Yield a trouble for each pair of successive signals of a flag that are out of order.
+
+    The signals must be ordered, and their epochs must rise.
+    """
     for sent in order.sent.values():
         flags = sorted(sent, key=lambda f: (f.epoch, f.event.rank, f.event.number))
         # Events behind a deadlock have no clock.

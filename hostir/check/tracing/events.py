@@ -85,9 +85,8 @@ class Side:
 class Flag:
     """A signal of a flag, or a wait for a flag.
 
-    The flag is element `slot` of the symmetric buffer `flags` on rank `rank`.
-
-    `epoch` holds two numbers: the number of the call, and the epoch that the signal sets or that the wait needs.
+    The flag is element `slot` of the symmetric buffer `flags` on rank `rank`. `epoch` holds two numbers: the number of
+    the call, and the epoch that the signal sets or that the wait needs.
     """
 
     event: Event
