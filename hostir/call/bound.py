@@ -30,7 +30,7 @@ WHY = "an executor runs a program that hostir has compiled"
 def untraced(function: F) -> F:
     """Mark a function for Dynamo, and return it.
 
-    Where a graph calls the function, Dynamo breaks the graph and does not trace it.
+    At a call of the function, Dynamo breaks the graph, and does not trace into the function.
     """
     vars(function).update(_torchdynamo_disable=True, _torchdynamo_disable_recursive=True, _torchdynamo_disable_msg=WHY)
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
@@ -53,7 +53,7 @@ class BoundCall:
 
     Fields:
         graph: the CUDA graph that replays the call; None if there is no graph.
-        allocations: the allocations of the caller that copies of the graph read or write; None without such copies.
+        allocations: the caller's allocations that the copies in the graph read or write; None without such copies.
         eager: the number of times that the call was issued statement by statement since its last capture.
         captures: the number of times that the call was captured.
         checksum: a hash of the program and the sizes. It is the same on all ranks.

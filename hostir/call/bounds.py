@@ -15,8 +15,8 @@ the same inputs. The allowed error is
   (R + 1) / 2 to s.
 
 If a program computes only in f64, the reference is as inexact as the results. It is then mostly equal to the plain
-computation, bit for bit. The slack then has 64 units of f64 instead of half a unit of f32. Sums of 16,000 products stay
-within 64 units. A step that rounds to f32 does not.
+computation, bit for bit. The slack then has 64 units of f64 instead of half a unit of f32. The errors of sums of 16,000
+products stay within 64 units. The error of a step that rounds to f32 is larger.
 
 If an output is a partial sum, its parts are added in float64 without another rounding, and the sum is compared. When
 the parts nearly cancel, their rounding errors are large relative to the sum. A bound that allowed for this would miss

@@ -36,7 +36,9 @@ def rehearse(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
 ) -> LocalMachine:
-    """Return a simulated machine with a plan for consecutive calls of a host program; its `run(seed)` executes them.
+    """Return a simulated machine with a plan for consecutive calls of a host program.
+
+    The machine's method `run(seed)` executes the calls.
 
     Args:
         program: a host program that passes the checks.

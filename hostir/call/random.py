@@ -39,7 +39,7 @@ def _scales(program: Program, sizes: Mapping[str, int]) -> dict[str, float]:
     """Return a map from names of values to standard deviations, for values that become the right side of a contraction.
 
     If the right side is a view of another value, or is computed from only one other value, the map has the name of that
-    other value.
+    other value instead.
     """
     origin: dict[str, str] = {}  # by name of a value: the value that it views, or the only one it is computed from
     scales: dict[str, float] = {}

@@ -41,8 +41,8 @@ class Whole:
 class WholeView:
     """A view of an unsharded tensor. `part` returns a strided view of the parent, which is then reshaped to `shape`.
 
-    The reshape is a separate step for this reason: a piece of a sharded axis has rows from the part of every rank. No
-    single strided view of the parent can have these rows in the shape `shape`.
+    The reshape is a separate step, because a piece of a sharded axis has rows from the part of every rank. No single
+    strided view of the parent can have these rows in the shape `shape`.
     """
 
     parent: Whole | WholeView

@@ -25,11 +25,10 @@ def bind_sizes(
 ) -> dict[str, int]:
     """Return the value of every symbol of the program.
 
-    The values follow from the shapes of a call's inputs, and from `given`.
-
-    `inputs` are this rank's parts, or unsharded tensors if `rank` is None. They must be on `device`, unless it is None.
-    Raises HostIRError for a wrong number of inputs, for an input of the wrong shape, dtype or device, and for a symbol
-    with a value that follows neither from the inputs nor from `given`.
+    The values follow from the shapes of a call's inputs, and from `given`. `inputs` are this rank's parts, or unsharded
+    tensors if `rank` is None. They must be on `device`, unless it is None. Raises HostIRError for a wrong number of
+    inputs, for an input of the wrong shape, dtype or device, and for a symbol with a value that follows neither from
+    the inputs nor from `given`.
     """
     sizes = solve_sizes(program, inputs, program.given_sizes(given), rank=rank, device=device)
     program.check_sizes(sizes)

@@ -48,7 +48,7 @@ def share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
 def overlaps_itself(x: torch.Tensor) -> bool:
     """Return True if two elements of a tensor may share memory.
 
-    They may if the stride of some axis is not longer than the span of all axes with shorter strides.
+    They may share memory if the stride of some axis is not longer than the span of all axes with shorter strides.
     """
     reach = 0
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):

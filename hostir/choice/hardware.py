@@ -18,8 +18,8 @@ The constants of H200 were measured one by one:
 
 The constants of H100 are fitted together, by coordinate descent, to the times of the candidates of
 benchmarks/results/2xH100 in CUDA graphs, with 64 to 16,384 rows. The fit minimizes the mean square of log(estimate /
-time). Candidates that are nearly the fastest for their row count have the largest weights. `python -m
-benchmarks.regret` prints the time that is lost if the choice follows these estimates.
+time). Candidates that are nearly the fastest for their row count have the largest weights.
+`python -m benchmarks.regret` prints the time that is lost if the choice follows these estimates.
 
 tests/choice/peers_reduce_scatter.json has the times of reduce-scatters and all-reduces after a matmul on 2 GPUs. No
 constant is fitted to these times. From 128 rows on, estimates of NCCL after cuBLAS are 0.99 to 1.08 times the measured

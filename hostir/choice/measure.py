@@ -321,7 +321,7 @@ def _replays(
 
 @contextlib.contextmanager
 def _replay(subject: Subject, inputs: Sequence[Part], outputs: Sequence[Part]) -> Iterator[Work | None]:
-    """Return a context manager with a function that replays a CUDA graph of a candidate.
+    """Return a context manager. It provides a function that replays a CUDA graph of a candidate.
 
     The function is None if the candidate cannot be captured. An executor itself captures calls with `out=`, unless they
     communicate through NCCL. In that case `_replay` captures the call, as a caller would. The graph is destroyed at the

@@ -168,7 +168,7 @@ class Costs:
         return self.sums_in_triton if isinstance(work, Traffic) else self.in_triton
 
     def kernel_count(self, traffic: Traffic) -> int:
-        """Return the number of kernels that compute a computation that is bound by memory."""
+        """Return the number of kernels that a computation needs, if the computation is bound by memory."""
         return 1 if self.sums_in_triton else traffic.aten_kernels
 
     def traffic(self, traffic: Traffic) -> float:
@@ -205,7 +205,8 @@ class Costs:
         return self.alone(task) / self.gemms.time_on(task.work, sms)
 
     def width(self, task: CostTask) -> float:
-        """Return the larger of two shares that a computation can use: of the SMs, and of the memory's rate."""
+        """Return the larger of two shares that a computation can use: its share of the SMs, and its share of the memory's rate.
+        """
         if not isinstance(task.work, Gemm):
             return 1.0
         return min(1.0, max(self.gemms.filled(task.work), self.gemms.streaming(task.work) / self.alone(task)))
@@ -213,7 +214,7 @@ class Costs:
     def share(self, task: CostTask, idle: float) -> float:
         """Return the share of all SMs that a computation gets if the share `idle` is free.
 
-        If the tiles of a matmul fit one wave, and it can use more than `idle`, it gets nothing: on fewer SMs it would
+        A matmul gets nothing if its tiles fit one wave and the matmul can use more than `idle`. On fewer SMs it would
         not end earlier than if it waited for all SMs.
         """
         width = self.width(task)

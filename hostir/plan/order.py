@@ -19,8 +19,8 @@ class RankOrder:
 
     An operation follows all earlier operations on its stream. If its stream has joined another stream, the operation
     also follows everything that was issued to that stream before the join. If its stream has waited for a
-    communication, the operation follows the communication and everything before it. Operations without such a wait must
-    not assume that the communication has ended.
+    communication, the operation follows the communication and everything before it. Only operations that follow such a
+    wait come after the end of the communication.
 
     Fields:
         numbers: for each operation, its number on its stream, from 1.

@@ -25,7 +25,7 @@ from hostir.plan.unrolled import RegisterView
 
 
 class IssuedOps:
-    """The operations that were recorded so far. Also holds the statement and the stream of the next operation.
+    """The operations that were recorded so far, and the statement and the stream of the next operation.
 
     Fields:
         issued: the operations.
@@ -65,9 +65,9 @@ class IssuedOps:
 class RegisterTable:
     """The numbered registers of a program while it is unrolled, with their buffers and views.
 
-    A register holds a tensor or a handle. The name of a buffer is the number of the register that holds all of its
-    elements. A view becomes an operation only if another operation uses it. So a chain of select, chunk and reshape
-    becomes one strided view of its buffer, which a run makes once.
+    A register holds a tensor or a handle. A buffer is identified by the register that holds all of its elements. A view
+    becomes an operation only if another operation uses it. So a chain of select, chunk and reshape becomes one strided
+    view of its buffer, which a run makes once.
 
     Fields:
         buffers: for each register, the buffer of its tensor; NONE for a handle.
@@ -108,9 +108,8 @@ class RegisterTable:
     def input(self, value: Value, layout: tuple[tuple[int, ...], tuple[int, ...]] | None) -> RegisterView | None:
         """Add a register for an input; return the input as a tensor.
 
-        `layout` holds the shape and the strides of the input.
-
-        If this rank holds no part of the input, `layout` and the result are None.
+        `layout` holds the shape and the strides of the input. If this rank holds no part of the input, `layout` and the
+        result are None.
         """
         buffer = self.new_register()
         self.names[buffer] = value.name
@@ -140,9 +139,9 @@ class RegisterTable:
         return self.add_buffer(buffer, shape, dtype, dense_strides(shape))
 
     def at_rank(self, x: RegisterView, rank: int) -> RegisterView:
-        """Return the view that `x` is, but of the buffer on `rank`.
+        """Return a view with the layout of `x`, but of the symmetric buffer on `rank`.
 
-        Raise a HostIRError if the buffer is not symmetric.
+        Raise a HostIRError if the buffer of `x` is not symmetric.
         """
         op, name = self.symmetric.get(x.buffer), self.names[x.buffer]
         if op is None:

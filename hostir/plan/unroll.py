@@ -30,9 +30,8 @@ from hostir.plan.unrolled import RegisterView, UnrolledProgram
 def teams_of(program: Program) -> tuple[tuple[int, ...], ...]:
     """Return every team that has two or more ranks and uses collectives, in program order.
 
-    Ranks of a team are ascending.
-
-    All ranks must create their process groups in the same order. So this order does not depend on the rank.
+    Each team lists its ranks in ascending order. All ranks must create their process groups in the same order. So the
+    order of the teams does not depend on the rank.
     """
     teams = (team for statement in program.walk() if statement.collective for team in statement.teams)
     return tuple(dict.fromkeys(team for team in teams if len(team) > 1))
@@ -100,9 +99,7 @@ class Unroller(Observer, OptionalMethods):
     def strided_inputs(self, inputs: Sequence[Strided | None]) -> list[RegisterView | None]:
         """Add registers for the inputs of the program, and return the inputs as tensors.
 
-        They get the layouts of `inputs`.
-
-        An item is None if this rank holds no part of the input.
+        The inputs get the layouts of the tensors `inputs`. An item is None if this rank holds no part of the input.
         """
         layouts = [None if x is None else (tuple(x.shape), tuple(x.stride())) for x in inputs]
         return [self.registers.input(value, layout) for value, layout in zip(self.program.inputs, layouts, strict=True)]

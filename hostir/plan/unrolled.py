@@ -50,8 +50,7 @@ class RegisterView(NamedTuple):
 class UnrolledProgram:
     """The flat program of one rank for given sizes: its operations and its registers.
 
-    A register holds a tensor or a handle. The name of a buffer is the number of the register that holds all of its
-    elements.
+    A register holds a tensor or a handle. A buffer is identified by the register that holds all of its elements.
 
     Fields:
         program: the host program.
