@@ -217,10 +217,10 @@ class Executor:
 
     @property
     def symmetric_bytes(self) -> int | None:
-        """The number of bytes of symmetric memory that the program takes on this rank, for the sizes of the latest call.
+        """The number of bytes of symmetric memory that the program takes on this rank.
 
-        Before the first call, and on simulated ranks, this is the number for the sizes that were passed to the
-        executor. The value is None if one of these sizes was not passed.
+        It is the number for the sizes of the latest call. Before the first call, and on simulated ranks, it is the
+        number for the sizes that were passed to the executor. The value is None if one of these sizes was not passed.
         """
         if self.latest is not None:
             return self.latest.plan.unrolled.memory[1]

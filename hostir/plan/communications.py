@@ -113,7 +113,7 @@ class Communications:
         self.ops.add(WaitOp(*self.ops.here, flight.op.starts))
 
     def check_awaited(self) -> None:
-        """Raise a HostIRError if no statement waits for some communication."""
+        """Raise a HostIRError if there is a communication that no statement waits for."""
         if flight := next((f for f in self.flights if not f.waited), None):
             raise flight.op.place.statement.fail(
                 "nothing waits for this communication", hint="add 'wait' with its handle before the result is read"

@@ -28,7 +28,7 @@ EPOCHS = 1 << 32
 
 
 def flag_value(call: int, epoch: int) -> int:
-    """Return the integer that a flag has on a CPU machine when it has reached an epoch of a call."""
+    """Return the integer that a flag of a CPU process holds when it has reached an epoch of a call."""
     return call * EPOCHS + epoch
 
 
