@@ -47,7 +47,7 @@ def compile(
     symmetric_limit: int | None = None,
     **options: Any,
 ) -> Executor:
-    """Compile a fusion into an executor. Its field `choice` says which strategy it runs, and why.
+    """Compile a fusion into an executor. The executor's field `choice` says which strategy it runs, and why.
 
     The strategy `auto` takes the fastest strategy. If `hostir tune` has filled the cache of this machine, measurements
     decide which strategy is the fastest. Otherwise a cost model estimates it. Under torchrun rank 0 chooses for all

@@ -164,7 +164,10 @@ class Costs:
         return 0.0
 
     def polls(self, work: TaskWork) -> bool:
-        """Return True if one kernel computes all blocks, and itself polls and raises their flags."""
+        """Return True if a single kernel computes all blocks.
+
+        This kernel then polls and raises the flags of the blocks.
+        """
         return self.sums_in_triton if isinstance(work, Traffic) else self.in_triton
 
     def kernel_count(self, traffic: Traffic) -> int:

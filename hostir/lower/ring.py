@@ -308,11 +308,10 @@ class Peers:
 
 
 class GatheredShards:
-    """Builds the copies of an allgather. Each rank puts its shard into a symmetric buffer.
+    """Builds the copies of an allgather.
 
-    Peers get the shard from there.
-
-    If the complete gathered tensor is needed, `kept` is True, and the shards are copied to this tensor.
+    Each rank puts its shard into a symmetric buffer, and peers get the shard from there. If the complete gathered
+    tensor is needed, `kept` is True, and the shards are copied to this tensor.
     """
 
     def __init__(self, host: Host, group: SlicedGroup, gather: AllGather) -> None:

@@ -123,12 +123,11 @@ class RowCollectives:
     def _orders_calls(self, mesh: str, over: str, program: Program, gathering: Collection[AllReduce]) -> bool:
         """Return True if the flags of a team's collectives order two calls in a row.
 
-        Then the calls need no barrier between them.
-
-        In each collective, every rank waits for blocks of every other rank. Suppose that the first collective gathers
-        rows, and that the last one sums up a product that runs after all gathered rows have been read. A rank that has
-        its sum then knows that the other ranks have read the rows of this call. A rank that has the first gathered rows
-        of the next call knows that the other ranks have their sums of this call.
+        Then the calls need no barrier between them. The reason is as follows. In each collective, every rank waits for
+        blocks of every other rank. Suppose that the first collective gathers rows, and that the last one sums up a
+        product that runs after all gathered rows have been read. A rank that has its sum then knows that the other
+        ranks have read the rows of this call. A rank that has the first gathered rows of the next call knows that the
+        other ranks have their sums of this call.
 
         If gathered rows are an output and have no other reader, they count as read at the end of the call. Only after
         that does a rank send its first rows of the next call. In the next call, other ranks overwrite the buffer of the
