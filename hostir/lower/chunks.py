@@ -151,7 +151,7 @@ class Chunks:
         return add_view(Chunk(x, name, chunk, Size(self.count), k, span=self.reduce.span), views)
 
     def rows(self, x: Value, rank: Expr, views: list[ViewStatement], axis: int | None = None) -> Value:
-        """Return a view of the rows that one rank sums up. `x` is a chunk. Append the view to `views`.
+        """Return a view of the rows of the chunk `x` that one rank sums up; append the view to `views`.
 
         The chunk is cut along `axis`, by default along the axis of rows.
         """
@@ -160,7 +160,10 @@ class Chunks:
         return add_view(chunk, views)
 
     def named(self, name: str) -> Value:
-        """Return a new value for the result of a view. `add_view` replaces its type by the inferred type."""
+        """Return a new value for the result of a view.
+
+        Its type is only a placeholder: `add_view` sets the inferred type.
+        """
         return Value(self.host.names.fresh(name), self.reduce.out.type, self.reduce.span)
 
     def each(self, index: Ref, count: int, statements: list[Statement]) -> For:

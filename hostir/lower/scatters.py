@@ -215,7 +215,10 @@ class ScatteredBlocks:
         return add_view(Chunk(rows, self.named(name), index, Size(self.pieces), axis, span=self.scatter.span), views)
 
     def named(self, name: str) -> Value:
-        """Return a new value for the result of a view. `add_view` replaces its type by the inferred type."""
+        """Return a new value for the result of a view.
+
+        Its type is only a placeholder: `add_view` sets the inferred type.
+        """
         return Value(self.host.names.fresh(name), self.scatter.out.type, self.scatter.span)
 
 
@@ -397,7 +400,7 @@ def add_view(view: Select | Chunk, views: list[ViewStatement]) -> Value:
 
 
 def first_done(first: Expr, waits: int, parts: int) -> Expr:
-    """Return the index of the block of a product's result that is complete first.
+    """Return the index of the block that is complete first in the result of a product.
 
     Args:
         first: the block of gathered rows with which the product begins.

@@ -283,9 +283,10 @@ def unavailable_sms(ops: Sequence[Op], ordered: int, stream: int) -> tuple[int, 
 
 
 def _copying(ops: Sequence[Op], stream: int) -> int:
-    """Return the number of SMs of the copies by SMs at the end of `ops`; 0 if there are no such copies on `stream`.
+    """Return the number of SMs on which the copies at the end of `ops` run.
 
-    A waiting kernel that is issued next may overlap these copies and their signals.
+    Only copies by SMs on `stream` count. If there are no such copies, the result is 0. A waiting kernel that is issued
+    next may overlap these copies and their signals.
     """
     latest = (op for op in reversed(ops) if not op.defines)
     last = next(latest, None)
