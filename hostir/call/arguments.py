@@ -37,7 +37,7 @@ def written_inputs(program: Program) -> frozenset[str]:
 
 
 def check_apart(program: Program, written: Collection[str], inputs: Sequence[Any]) -> None:
-    """Raise HostIRError if an input in `written` overlaps itself or another input of the same rank.
+    """Raise HostIRError if an input in `written` overlaps itself, or overlaps another input of the same rank.
 
     The proof of the program assumes that inputs do not overlap. This function ignores inputs without plain tensor
     memory: other checks refuse them.
@@ -63,7 +63,7 @@ def check_apart(program: Program, written: Collection[str], inputs: Sequence[Any
 
 
 def refuse_gradients(program: Program, inputs: Sequence[Any]) -> None:
-    """Raise HostIRError if an input requires gradients: autograd does not see what an executor computes."""
+    """Raise HostIRError if an input requires gradients, because autograd does not see what an executor computes."""
     if not torch.is_grad_enabled():
         return
     for value, x in zip(program.inputs, inputs, strict=False):
@@ -78,7 +78,7 @@ def refuse_gradients(program: Program, inputs: Sequence[Any]) -> None:
 def check_local(program: Program, written: Collection[str], inputs: Sequence[Any], sizes: Mapping[str, int]) -> None:
     """Refuse inputs of simulated ranks that real ranks would refuse, and warn of copies that real ranks would make.
 
-    The simulation itself could run with any inputs, because it computes on dense copies without gradients.
+    The simulation itself could run with all inputs, because it computes on dense copies without gradients.
     """
     parts = [x if isinstance(x, list | tuple) else [x] for x in inputs]
     ranks = list(enumerate(zip(*parts, strict=False)))
@@ -96,7 +96,10 @@ def check_local(program: Program, written: Collection[str], inputs: Sequence[Any
 
 
 def warn_of_copies(unrolled: UnrolledProgram) -> None:
-    """Warn once about each input that every call copies because the program needs it contiguous."""
+    """Warn of each input that every call copies because the program needs it contiguous.
+
+    Warn only once about an input.
+    """
     program = unrolled.program
     copied = (register for op in unrolled.ops if op.place.statement.may_copy for register in op.reads)
     for register in dict.fromkeys(register for register in copied if register in unrolled.inputs):
@@ -106,9 +109,9 @@ def warn_of_copies(unrolled: UnrolledProgram) -> None:
 
 
 def sizes_of(program: Program, inputs: Sequence[Any], sizes: Mapping[str, int]) -> Mapping[str, int] | None:
-    """Return the values of all symbols for a call on simulated ranks. `sizes` has the values that are known already.
+    """Return the values of all symbols for a call on simulated ranks. `sizes` has the values that are already known.
 
-    Return None if the inputs are neither all unsharded tensors nor all lists of parts.
+    The inputs must be all unsharded tensors, or all lists of parts. Otherwise return None.
     """
     if all(isinstance(x, torch.Tensor) for x in inputs):
         return bind_sizes(program, inputs, sizes, device="cpu")
@@ -129,7 +132,10 @@ UNREADABLE = (AttributeError, TypeError, ValueError, RuntimeError)  # raised by 
 
 
 def cache_key(tensors: Sequence[Any]) -> TensorsKey | None:
-    """Return the key by which plans are cached: shapes, strides, dtypes, devices. None if a tensor is unsupported."""
+    """Return the key of some tensors in the cache of plans: their shapes, strides, dtypes and devices.
+
+    Return None if a tensor is of an unsupported type.
+    """
     grad, functorch = torch.is_grad_enabled(), torch._C._functorch
     try:
         within = functorch.peek_interpreter_stack() is not None  # torch.vmap and similar transforms
@@ -146,7 +152,7 @@ def _tensor_key(x: torch.Tensor, grad: bool) -> tuple[Any, ...]:
 
 
 def addresses(tensors: Iterable[Any]) -> list[int]:
-    """Return the addresses of tensors, with 0 for None; an empty list if a tensor has no memory."""
+    """Return the addresses of tensors, with 0 for None. If a tensor has no memory, return an empty list."""
     try:
         return [0 if x is None else x.data_ptr() for x in tensors]
     except UNREADABLE:
@@ -154,9 +160,9 @@ def addresses(tensors: Iterable[Any]) -> list[int]:
 
 
 def unwritable(tensors: Iterable[Any]) -> bool:
-    """Return True if torch would refuse to write one of the tensors.
+    """Return True if torch would refuse to write to one of the tensors.
 
-    torch refuses to write a tensor outside inference mode if the tensor was made in inference mode.
+    Outside inference mode, torch refuses to write to a tensor that was made in inference mode.
     """
     outside = not torch.is_inference_mode_enabled()
     return outside and any(isinstance(x, torch.Tensor) and x.is_inference() for x in tensors)
@@ -165,7 +171,8 @@ def unwritable(tensors: Iterable[Any]) -> bool:
 def check_out(unrolled: UnrolledProgram, outs: Sequence[Part], inputs: Sequence[Part], device: torch.device) -> None:
     """Raise HostIRError unless the tensors `outs`, passed as `out=`, can hold this rank's outputs.
 
-    They must have the right shapes and dtypes and be on `device`. They must share no memory with inputs or each other.
+    They must have the right shapes and dtypes, and be on `device`. They must not share memory with inputs or with each
+    other.
     """
     program, rank = unrolled.program, unrolled.rank
     check_out_tensors(program, rank, outs, expected_parts(program, rank, unrolled.sizes), device)
@@ -173,9 +180,9 @@ def check_out(unrolled: UnrolledProgram, outs: Sequence[Part], inputs: Sequence[
 
 
 def expected_parts(program: Program, rank: int, sizes: Mapping[str, int]) -> list[Part]:
-    """Return one entry for each output: a meta tensor with the shape and dtype of the rank's part, or None.
+    """Return an entry for each output: a meta tensor with the shape and dtype of the rank's part, or None.
 
-    None stands for an output of which the rank holds no part.
+    None means that the rank holds no part of the output.
     """
     held = [v.tensor.mesh is None or rank in v.tensor.mesh.devices for v in program.outputs]
     return [_like(v, sizes) if here else None for v, here in zip(program.outputs, held, strict=True)]
@@ -187,7 +194,7 @@ def _like(value: Value, sizes: Mapping[str, int]) -> torch.Tensor:
 
 
 def sequence_of(out: Any) -> tuple[Any, ...]:
-    """Return the argument `out`, which is one tensor or a sequence of tensors, as a tuple."""
+    """Return the argument `out` as a tuple of tensors. `out` is one tensor or a sequence of tensors."""
     if isinstance(out, torch.Tensor):
         return (out,)
     if not isinstance(out, list | tuple):
@@ -200,8 +207,8 @@ def check_out_tensors(
 ) -> None:
     """Raise HostIRError unless the tensors of `out=` can hold the outputs of one rank.
 
-    They must have the shapes and dtypes of the tensors in `expected`, be contiguous, and be on `device`. Where
-    `expected` has None, `out=` must have None.
+    They must have the shapes and dtypes of the tensors in `expected`, be contiguous, and be on `device`. If `expected`
+    has None in some place, `outs` must have None there, too.
     """
     if len(outs) != len(program.outputs):
         names = ", ".join(map(str, program.outputs))

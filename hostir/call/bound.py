@@ -1,11 +1,11 @@
 """Bound calls, and a mark that keeps torch.compile out of executors.
 
-A bound call keeps what later calls with similar tensors need: the checks that they must pass, the plan, and the CUDA
-graph if there is one.
+A bound call keeps everything that later calls with similar tensors need: the checks that the tensors must pass, the
+plan, and the CUDA graph if there is one.
 
-Dynamo, the tracer of torch.compile, must not trace executors: hostir has already compiled what they run.
+Dynamo, the tracer of torch.compile, must not trace executors, because hostir has already compiled their programs.
 `torch.compiler.disable` has the same effect, but it imports all of torch.compile, and its wrapper costs about 2 us a
-call. `untraced` marks the code object instead, which adds nothing to a call.
+call. `untraced` marks the code object instead, which costs a call no time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ WHY = "an executor runs a program that hostir has compiled"
 
 
 def untraced(function: F) -> F:
-    """Mark a function for Dynamo, and return it. Dynamo breaks the graph at its calls, and does not trace into them."""
+    """Mark a function for Dynamo, and return it.
+
+    At a call of the function, Dynamo breaks the graph, and does not trace into the function.
+    """
     vars(function).update(_torchdynamo_disable=True, _torchdynamo_disable_recursive=True, _torchdynamo_disable_msg=WHY)
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
     return function
@@ -39,17 +42,18 @@ MAX_BOUND = 256  # an executor keeps so many bound calls: the most recently used
 
 
 class BoundCall:
-    """A plan for calls with tensors of certain layouts, which were checked once.
+    """A plan for calls with tensors of certain layouts. These layouts were checked once.
 
     Args:
         plan: the plan.
         tensors: the inputs of the first such call, and its tensors of `out=`.
-        where: the addresses that later calls must use, which are the addresses of `tensors`; None if any addresses fit.
+        where: the addresses of `tensors` if later calls must use the same addresses; None if they may use any
+            addresses.
         digest: the digest of the program's text; empty for a rank without a session.
 
     Fields:
         graph: the CUDA graph that replays the call; None if there is no graph.
-        allocations: the allocations of the caller that the graph's copies read or write; None without such copies.
+        allocations: the caller's allocations that the copies in the graph read or write; None without such copies.
         eager: the number of times that the call was issued statement by statement since its last capture.
         captures: the number of times that the call was captured.
         checksum: a hash of the program and the sizes. It is the same on all ranks.
@@ -76,7 +80,10 @@ class BoundCall:
         )
 
     def fits(self, tensors: Sequence[Any]) -> bool:
-        """Return True if a call with these arguments, of any type, can run this plan without further checks."""
+        """Return True if a call with these arguments can run this plan without further checks.
+
+        Arguments may be of any type.
+        """
         try:  # the guards would crash on nested tensors
             where = [x.is_nested or x.data_ptr() for x in tensors]
         except Exception:  # not a tensor, or one without memory
@@ -89,5 +96,5 @@ class BoundCall:
 
 
 def _never(*tensors: Any) -> bool:
-    """Return False. This function takes the place of the guards if an argument is None: guards accept only tensors."""
+    """Return False. This function replaces the guards if an argument is None, because guards accept only tensors."""
     return False

@@ -14,18 +14,18 @@ the same inputs. The allowed error is
   sum of the first j partial sums, for every j. Such a sum has the size sqrt(j/R), relative to the result. So NCCL adds
   (R + 1) / 2 to s.
 
-If a program computes only in f64, the reference is as inexact as the results, and is mostly equal to the plain
-computation bit for bit. The slack then has 64 units of f64 instead of half a unit of f32. Sums of 16,000 products stay
-within 64 units. A step that rounds to f32 does not.
+If a program computes only in f64, the reference is as inexact as the results. It is then mostly equal to the plain
+computation, bit for bit. The slack then has 64 units of f64 instead of half a unit of f32. The errors of sums of 16,000
+products stay within 64 units. The error of a step that rounds to f32 is larger.
 
 If an output is a partial sum, its parts are added in float64 without another rounding, and the sum is compared. When
 the parts nearly cancel, their rounding errors are large relative to the sum. A bound that allowed for this would miss
 real mistakes. So correct outputs are sometimes called mismatches: up to 1 in 10 of the outputs with one element, up to
-1 in 40 with 4 elements, and 0 in 1,800 with 16 elements.
+1 in 40 of the outputs with 4 elements, and 0 in 1,800 of the outputs with 16 elements.
 
 A host program with statements for single ranks has no unsharded meaning. Its reference and its plain computation are
-runs on simulated ranks in program order, in float64 and in the program's own dtypes (see `hostir.cli.run`). They
-include the sums over ranks, computed in f32.
+runs on simulated ranks in program order (see `hostir.cli.run`). The reference runs in float64, and the plain
+computation runs in the program's own dtypes. Both include the sums over ranks, computed in f32.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Comparison:
 def of_single_ranks(source: Program) -> bool:
     """Return True if a program has statements for single ranks. Its results are then not defined on unsharded tensors.
 
-    A fusion has no such statements.
+    A fusion never has such statements.
     """
     return any(s.one_sided or s.per_rank for s in source.walk())
 
@@ -79,7 +79,7 @@ def reductions(program: Program, *, ring: bool = False) -> float:
     """Return `s` for a host program: the squared rounding errors that its sums over ranks add to a result.
 
     The module's docstring explains `s`. Its unit is the square of one rounding error. `ring` is True if NCCL computes
-    the sums in the dtype, hop by hop.
+    the sums in the program's dtypes, from rank to rank.
     """
     return sum((s.addends + 1) / 2 if ring and s.collective else 1 for s in program.walk() if s.addends)
 
@@ -92,9 +92,9 @@ def bound(
     Args:
         plain: the result of the plain computation.
         expected: the reference.
-        sums: the return value of `reductions`.
-        dtype: the dtype of the result; None for the dtype of `plain`. They may differ if `plain` is a sum of partial
-            sums.
+        sums: the value that `reductions` returns.
+        dtype: the dtype of the result; None for the dtype of `plain`. The two dtypes may differ if `plain` is a sum of
+            partial sums.
         exact: True if every step that leads to the result is in f64.
     """
     chance = CHANCE * torch.finfo(dtype or plain.dtype).eps / sqrt(max(plain.numel(), 1))
@@ -115,11 +115,11 @@ def compare(
 
     Args:
         program: the host program.
-        got: its outputs. An output that is a partial sum was summed over the ranks without rounding.
+        got: the outputs of the program. An output that is a partial sum was summed over the ranks without rounding.
         plain: the results of the plain computation.
         expected: the reference.
-        ring: as for `reductions`.
-        summed: True if the plain computation rounds its sums over ranks too, as on a CPU.
+        ring: the same as in `reductions`.
+        summed: True if the plain computation also rounds its sums over ranks, as on a CPU.
     """
     sums = reductions(program, ring=ring)
     if summed:

@@ -1,4 +1,7 @@
-"""Executors run host programs: on this process's rank under torchrun, on simulated ranks elsewhere."""
+"""Executors run host programs.
+
+Under torchrun, an executor runs on this process's rank; elsewhere, on simulated ranks.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ MACHINES = "local", "gloo", "cuda"
 
 
 def _without_self(function: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature of a method as its callers see it: without `self`."""
+    """Return the signature of a method as its callers see it, without `self`."""
     signature = inspect.signature(function)
     return signature.replace(parameters=[*signature.parameters.values()][1:])
 
@@ -54,13 +57,13 @@ class Executor:
     is None if the rank holds no part. On the local machine, each input and output is a list with the part of every
     simulated rank.
 
-    On a CPU a call returns when everything is done. On CUDA it returns when everything is issued. After a first call
-    with tensors of the same shapes, you may capture calls on CUDA into a CUDA graph. Only one thread at a time may make
-    calls of the same ranks.
+    On a CPU a call returns when all its work is done. On CUDA it returns when all its work is issued. After a first
+    call with tensors of the same shapes, you may capture calls on CUDA into a CUDA graph. Only one thread at a time may
+    make calls of the same ranks.
 
     The caller owns the outputs. With `out=`, a tensor or a sequence of tensors, the call writes into the caller's
-    tensors. They must be contiguous, and must share no memory with the inputs or each other. On CUDA, the third and
-    later calls with `out=` at the same addresses are replayed from a CUDA graph; docs/calls.md has the details.
+    tensors. They must be contiguous, and must not share memory with the inputs or with each other. On CUDA, the third
+    and later calls with `out=` at the same addresses are replayed from a CUDA graph; docs/calls.md has the details.
 
     Symmetric buffers and flags last from call to call. Calls with sizes of one kind share buffers and flags;
     docs/memory-model.md defines the kinds of sizes. The buffers have room for the largest sizes so far, so smaller
@@ -68,8 +71,8 @@ class Executor:
     one after another, on any streams.
 
     Executors compute no gradients. Inputs that require gradients are refused, unless the call is under
-    `torch.no_grad()`. An input that the program only computes with may have any strides. An input that it communicates
-    must be contiguous.
+    `torch.no_grad()`. An input may have any strides if the program only computes with it. If the program communicates
+    an input, this input must be contiguous.
 
     Args:
         program: a host program, which fixes the number of ranks. Ranks of the job beyond this number pass None for
@@ -84,13 +87,13 @@ class Executor:
         trace: receives an event for each statement of each run. On CUDA each call then waits for the device.
         check: True to refuse a program that is not proved free of races, deadlocks and misuse of memory. The proof is
             made at once if all sizes are known, else before the first call with new sizes.
-        timeout: seconds that `synchronize` waits. The default is the timeout of `group`; without a group, the knob
-            HOSTIR_TIMEOUT.
+        timeout: the maximum number of seconds that `synchronize` waits. The default is the timeout of `group`; without
+            a group, the knob HOSTIR_TIMEOUT.
         graphs: True if calls with `out=` may be replayed from CUDA graphs. An executor with a trace captures no graphs.
-        compare_calls: True if the ranks compare their calls, and the threads that make them, before each call runs. On
-            gloo they always do. See the knob HOSTIR_COMPARE_CALLS.
-        symmetric_limit: the most bytes of symmetric memory that the program may take on a rank; see the knob
-            HOSTIR_SYMMETRIC_LIMIT.
+        compare_calls: True if the ranks compare their calls before each call runs, and also compare the threads that
+            make these calls. On gloo they always do. See the knob HOSTIR_COMPARE_CALLS.
+        symmetric_limit: the maximum number of bytes of symmetric memory that the program may take on a rank; see the
+            knob HOSTIR_SYMMETRIC_LIMIT.
 
     Fields:
         machine: the name of the machine.
@@ -171,11 +174,11 @@ class Executor:
     def __call__(self, *inputs: Any, out: Any = None) -> tuple[Any, ...]:
         """Run the program once.
 
-        Raises HostIRError before anything runs if tensors do not fit, and later if a statement fails.
+        Raises HostIRError before anything runs if tensors do not fit. Raises it later if a statement fails.
 
         Args:
-            inputs: this rank's part of each input, in order; None for an input that it holds no part of. On the local
-                machine, a list of all ranks' parts for each input.
+            inputs: this rank's part of each input, in order; None for an input that this rank holds no part of. On the
+                local machine, a list of all ranks' parts for each input.
             out: the tensor to write to, or one tensor for each output; by default new tensors are allocated.
 
         Returns:
@@ -185,24 +188,26 @@ class Executor:
 
     @untraced
     def start(self, *inputs: Any, out: Any = None) -> Started:
-        """Start a call that runs beside the caller's other work. `wait()` of the returned handle gives the outputs.
+        """Start a call that runs at the same time as the caller's other work.
+
+        `wait()` of the returned handle gives the outputs.
 
             started = executor.start(x)
             y = w @ v  # meanwhile
             (z,) = started.wait()
 
         Arguments and errors are the same as for a plain call. On CUDA the call runs on a separate stream of the
-        executor, after all earlier work of the current stream. It may be started and waited for within a capture into a
-        CUDA graph. On CPU and on simulated ranks, the call has ended when `start` returns.
+        executor, after all earlier work of the current stream. You may start it and wait for it while you capture a
+        CUDA graph. On a CPU and on simulated ranks, the call has ended when `start` returns.
 
         All ranks must make the same plain and started calls in the same order. The calls run in that order. Before the
-        wait, do not write the inputs and do not use the tensors of `out`. A handle may be dropped without a wait.
+        wait, do not write to the inputs and do not use the tensors of `out`. A handle may be dropped without a wait.
         """
         raise NotImplementedError
 
     @untraced
     def places(self, *inputs: Any) -> tuple[Part, ...]:
-        """Return, for each input, the symmetric buffer that the program copies it to; None for an input without a copy.
+        """Return, for each input, the symmetric buffer to which the program copies it; None if it makes no copy.
 
         If you pass the returned tensor itself as the input, a call makes no copy. So compute the input in this tensor.
         The memory belongs to the executor. It keeps your data until the program overwrites it. All ranks must call this
@@ -212,10 +217,10 @@ class Executor:
 
     @property
     def symmetric_bytes(self) -> int | None:
-        """The bytes of symmetric memory that the program takes on this rank, for the sizes of the latest call.
+        """The number of bytes of symmetric memory that the program takes on this rank.
 
-        Before the first call, and on simulated ranks, the sizes that were passed to the executor count instead. The
-        value is None if one of the sizes was not passed.
+        It is the number for the sizes of the latest call. Before the first call, and on simulated ranks, it is the
+        number for the sizes that were passed to the executor. The value is None if one of these sizes was not passed.
         """
         if self.latest is not None:
             return self.latest.plan.unrolled.memory[1]
@@ -225,29 +230,32 @@ class Executor:
 
     @property
     def tape(self) -> str:
-        """The driver calls that native code makes for calls like the latest, one a line, as text.
+        """The driver calls that native code makes for calls like the latest one, as text with one driver call a line.
 
-        Steps that Python makes are lines "by Python". The text is empty before the third such call, and where Python
-        issues all calls.
+        Steps that Python makes are lines "by Python". The text is empty before the third such call. It is always empty
+        where Python issues all calls.
         """
         return ""
 
     @property
     def graph_refusal(self) -> str | None:
-        """The reason why calls like the latest, with `out=`, are not replayed from CUDA graphs; None if they are."""
+        """The reason why calls like the latest one, with `out=`, are not replayed from CUDA graphs.
+
+        It is None if they are replayed.
+        """
         raise NotImplementedError
 
     @untraced
     def synchronize(self) -> None:
-        """Wait until everything that was issued so far has ended; on CUDA at most `timeout` seconds.
+        """Wait until everything that was issued so far has ended. On CUDA, wait at most `timeout` seconds.
 
-        Raises HostIRError if a kernel reports a problem. Raises it also after `timeout` seconds, and then names the
+        Raises HostIRError if a kernel reports a problem. After `timeout` seconds, raises a HostIRError that names the
         unfinished communications.
         """
         raise NotImplementedError
 
     def _check_limit(self, needed: int, sizes: Mapping[str, int]) -> None:
-        """Raise HostIRError if `needed` bytes of symmetric memory exceed the limit. The message names the sizes."""
+        """Raise HostIRError if `needed` bytes of symmetric memory exceed the limit. The message contains the sizes."""
         if self.symmetric_limit is None or needed <= self.symmetric_limit:
             return
         bound = "".join(f", {name}={size}" for name, size in sorted(sizes.items()))
@@ -263,8 +271,8 @@ def run(program: Program, *inputs: torch.Tensor, **options: Any) -> tuple[torch.
     """Run a host program once on unsharded tensors, on any machine, and return unsharded tensors.
 
     Under torchrun every rank passes the same inputs and gets the same outputs. Each rank cuts its parts out of the
-    inputs, and at the end all ranks exchange their outputs. This is meant for tests and small runs. `options` are
-    passed to Executor.
+    inputs, and at the end all ranks exchange their outputs. This function is meant for tests and small runs. `options`
+    are passed to Executor.
     """
     executor = Executor(program, **options)
     sizes = bind_sizes(program, inputs, executor.sizes)
@@ -281,7 +289,7 @@ def run(program: Program, *inputs: torch.Tensor, **options: Any) -> tuple[torch.
 
 
 def everyones(parts: Sequence[Part], joined: Session | None) -> list[Sequence[Part]]:
-    """Return every rank's parts, in the order of the ranks. All ranks call it.
+    """Return the parts of every rank, in the order of the ranks. All ranks call this.
 
     Without a session this process is the only rank, and the result is `[parts]`.
     """

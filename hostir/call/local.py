@@ -1,4 +1,4 @@
-"""Runs of a program on simulated ranks, from the caller's tensors to its results."""
+"""Run a program on simulated ranks, from the caller's tensors to the results."""
 
 from __future__ import annotations
 
@@ -36,11 +36,13 @@ def rehearse(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
 ) -> LocalMachine:
-    """Return a simulated machine with a plan for consecutive calls of a host program; `run(seed)` executes them.
+    """Return a simulated machine with a plan for consecutive calls of a host program.
+
+    The machine's method `run(seed)` executes the calls.
 
     Args:
         program: a host program that passes the checks.
-        calls: the inputs of each call: unsharded tensors, or for each input a list with the part of every rank (None
+        calls: the inputs of each call. Each input is an unsharded tensor, or a list with the part of every rank (None
             for a rank without a part). All calls use the same memory of the caller. So the shapes must be equal.
         sizes: values of symbols that do not follow from the inputs' shapes.
         kernels: the kernels that compute: `auto`, `aten`, or `triton` (under TRITON_INTERPRET=1); or a kernel table.
@@ -81,8 +83,9 @@ def run_calls(
     call's inputs. Streams, teams, flags and symmetric buffers persist from call to call.
 
     Args:
-        program, calls, sizes, kernels: as for `rehearse`.
-        seed: selects the order: 0 is program order, any other number an order that the memory model allows.
+        program, calls, sizes, kernels: the same as in `rehearse`.
+        seed: selects the order of execution: 0 is program order, any other number is an order that the memory model
+            allows.
         watch: True to raise for unordered accesses and reads of undefined memory, as in `LocalMachine.run`.
         trace: receives an event for each executed statement.
 
@@ -111,15 +114,18 @@ def run_local(
 ) -> list[Parts]:
     """Run one call with `run_calls`; return the part of every rank for each output, `outputs[i][rank]`.
 
-    `out` holds the caller's tensors to copy the outputs to: a list of every rank's part for each output, or just this
-    list if there is one output. The function then returns these tensors.
+    `out` holds tensors of the caller. The outputs are copied to these tensors, and the function returns them. For each
+    output, `out` has a list with the part of every rank. If there is only one output, `out` may be this list.
     """
     (outputs,) = run_calls(program, [inputs], sizes, seed=seed, kernels=kernels, watch=watch, trace=trace)
     return outputs if out is None else _deliver(program, inputs, outputs, out)
 
 
 def _deliver(program: Program, inputs: Inputs, outputs: list[Parts], out: Any) -> list[Parts]:
-    """Copy outputs to the caller's tensors. Raises HostIRError before any copy if the tensors do not fit."""
+    """Copy outputs to the caller's tensors `out`, and return these.
+
+    Raises HostIRError before any copy if they do not fit.
+    """
     targets = sequence_of(out)
     if len(outputs) == 1 and not isinstance(targets[0] if targets else None, list | tuple):
         targets = (targets,)
@@ -146,7 +152,7 @@ def _flat(groups: Iterable[Iterable[Any]]) -> list[Any]:
 def _distribute(
     program: Program, inputs: Inputs, known_sizes: Mapping[str, int], device: torch.device | str
 ) -> tuple[list[Parts], dict[str, int]]:
-    """Return the parts of all ranks for each input, and all sizes."""
+    """Return the parts of all ranks for each input, and the values of all symbols."""
     ranks = range(program.ranks)
     unsharded = [x for x in inputs if isinstance(x, torch.Tensor)]
     if len(unsharded) == len(inputs):

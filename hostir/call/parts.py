@@ -1,4 +1,4 @@
-"""Parts of sharded tensors: cut a tensor into the parts of the ranks, and assemble it from the parts."""
+"""Parts of sharded tensors. A tensor can be cut into the parts of the ranks, and assembled from these parts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from hostir.kernels.dtypes import BITS
 def shard(tensor: torch.Tensor, type: TensorType, rank: int, sizes: Mapping[str, int]) -> torch.Tensor | None:
     """Return a contiguous copy of one rank's part of an unsharded tensor; None for a rank outside the mesh.
 
-    If the type is a partial sum over a mesh axis of n ranks, each of the n ranks gets every n-th element, and zeros for
-    all other elements. So the parts add up to `tensor` without rounding.
+    If the type is a partial sum over a mesh axis of n ranks, each of the n ranks gets every n-th element, and zeros in
+    place of the other elements. So the parts add up to `tensor` without rounding.
     """
     mesh = type.mesh
     if mesh is None:
@@ -38,7 +38,7 @@ def shard(tensor: torch.Tensor, type: TensorType, rank: int, sizes: Mapping[str,
 def assemble(
     parts: Sequence[torch.Tensor | None], type: TensorType, sizes: Mapping[str, int], *, rounded: bool = True
 ) -> torch.Tensor:
-    """Return the unsharded tensor from every rank's part (`parts[rank]`): the inverse of `shard`.
+    """Return the unsharded tensor that consists of the parts of all ranks (`parts[rank]`): the inverse of `shard`.
 
     Partial sums are added in float64, in the order of the ranks. If `rounded`, the sum is rounded once to the dtype of
     the parts. Otherwise it stays in float64. Raises HostIRError if a part is missing or has the wrong shape, or if
@@ -80,7 +80,7 @@ def check_shape(tensor: torch.Tensor, type: TensorType, sizes: Mapping[str, int]
 def _split(
     type: TensorType, mesh: Mesh, sizes: Mapping[str, int], coordinate: Callable[[str], int]
 ) -> tuple[list[int], tuple[int | slice, ...]]:
-    """Return a shape in which to view the unsharded tensor, and the index of one rank's part in this view.
+    """Return a shape in which the unsharded tensor is viewed, and the index of one rank's part in this view.
 
     The view splits each sharded factor of an axis into two axes: one for the ranks, and one for the elements of a rank.
     `coordinate` returns the rank's position on a mesh axis.
@@ -118,7 +118,10 @@ def _part(parts: Sequence[torch.Tensor | None], rank: int, type: TensorType, sha
 
 
 def _added(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of blocks in float64, with one float64 temporary; a single block is returned as it is."""
+    """Return the sum of blocks in float64, with only one temporary float64 tensor.
+
+    A single block is returned unchanged.
+    """
     if len(blocks) == 1:
         return blocks[0]
     total = blocks[0].to(torch.float64, copy=True)
@@ -128,7 +131,7 @@ def _added(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _agree(ranks: Sequence[int], held: Mapping[int, torch.Tensor], type: TensorType) -> None:
-    """Raise HostIRError unless the parts of these ranks have the same bits. NaNs with the same bits are equal."""
+    """Raise HostIRError unless the parts of these ranks are equal bit for bit. NaNs with the same bits are equal."""
     bits = BITS[held[ranks[0]].element_size()]
     first = held[ranks[0]].contiguous().view(bits)
     if odd := [rank for rank in ranks[1:] if not torch.equal(held[rank].contiguous().view(bits), first)]:

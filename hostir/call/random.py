@@ -16,11 +16,11 @@ from hostir.machines.simulated.scheduler import check_seed
 def random_inputs(
     program: Program, sizes: Mapping[str, int], seed: int = 0, device: torch.device | str = "cpu"
 ) -> list[torch.Tensor]:
-    """Return unsharded random inputs of a normal distribution. The same seed and device type give the same inputs.
+    """Return unsharded inputs with random elements from a normal distribution.
 
-    The mean is 0, and the standard deviation is 1. For an input that becomes the right side of a matmul or linear with
-    K contracted elements, it is 1/sqrt(K). Then the products have a standard deviation of about 1, and f16 does not
-    overflow.
+    The same seed and device type give the same inputs. The mean is 0, and the standard deviation is 1. But for an input
+    that becomes the right side of a matmul or linear with K contracted elements, the standard deviation is 1/sqrt(K).
+    Then the products have a standard deviation of about 1, and f16 does not overflow.
     """
     generator = torch.Generator(device).manual_seed(check_seed(seed) % (1 << 64))  # torch takes 64 bits
     scales = _scales(program, sizes)
@@ -36,10 +36,10 @@ def random_inputs(
 
 
 def _scales(program: Program, sizes: Mapping[str, int]) -> dict[str, float]:
-    """Return a standard deviation for each value that becomes the right side of a contraction, by the value's name.
+    """Return a map from names of values to standard deviations, for values that become the right side of a contraction.
 
-    If the right side is a view of another value, or is computed from a single other value, the name is the name of that
-    other value.
+    If the right side is a view of another value, or is computed from only one other value, the map has the name of that
+    other value instead.
     """
     origin: dict[str, str] = {}  # by name of a value: the value that it views, or the only one it is computed from
     scales: dict[str, float] = {}

@@ -62,7 +62,7 @@ DEVICES = {"gloo": "cpu", "cuda": "cuda"}
 
 
 class RankExecutor(Executor):
-    """An executor of one rank: this process, as a rank of a job or of a process group, or alone."""
+    """An executor on one rank: this process. The rank belongs to a job or to a process group, or it is alone."""
 
     @untraced
     def __init__(
@@ -171,7 +171,10 @@ class RankExecutor(Executor):
         return self._side.start(self, inputs, out)
 
     def _call(self, inputs: tuple[Any, ...], out: Any) -> tuple[Any, ...]:
-        """Run the program once on this rank's machine, and return its outputs. The caller holds `calls.lock`."""
+        """Run the program once on this rank's machine, and return the outputs.
+
+        The caller of this method holds `calls.lock`.
+        """
         if self.watchdog is not None and self.watchdog.disturbed:
             self._resume()
         outs = None if out is None else tuple(out) if isinstance(out, list | tuple) else (out,)
@@ -201,8 +204,8 @@ class RankExecutor(Executor):
     def _issue(self, call: BoundCall, inputs: tuple[Part, ...], outs: tuple[Part, ...] | None) -> tuple[Part, ...]:
         """Run a call on a CPU, or issue it on CUDA; return the outputs.
 
-        On CUDA the call is issued as one CUDA graph or statement by statement. While the caller captures, it is always
-        issued statement by statement.
+        On CUDA the call is issued either as one CUDA graph or statement by statement. While the caller captures a
+        graph, it is always issued statement by statement.
         """
         plan, watchdog = call.plan, self.watchdog
         if isinstance(plan, GlooPlan):
@@ -304,7 +307,7 @@ class RankExecutor(Executor):
             raise self._blamed(self._noted(problem))
 
     def _noted(self, late: HostIRError) -> HostIRError:
-        """Return the error of a wait that took too long, with notes on other possible causes."""
+        """Return the error `late` of a wait that took too long, with notes on other possible causes."""
         first, *others = late.diagnostics
         notes = self.session.crossing() if self.session is not None else ()
         return HostIRError(replace(first, notes=(*first.notes, *notes)), *others)
@@ -312,7 +315,7 @@ class RankExecutor(Executor):
     def _blamed(self, failure: HostIRError) -> HostIRError:
         """Report a failure of a call to the other ranks, and return the error to raise.
 
-        Without a watchdog, report nothing. If the call was abandoned, renew the memory at once instead.
+        Without a watchdog, nothing is reported. If the call was abandoned, the memory is then renewed at once.
         """
         groups = self._machine.groups
         if self.watchdog is not None:
@@ -325,7 +328,7 @@ class RankExecutor(Executor):
     def _interrupted(self, problem: BaseException) -> None:
         """Report to the other ranks that an exception other than HostIRError has ended the call on this rank.
 
-        Report nothing if no other rank can know of the call.
+        If no other rank can know of the call, nothing is reported.
         """
         calls, groups = self.calls, self._machine.groups
         if calls.broken or not calls.visible:
@@ -340,7 +343,8 @@ class RankExecutor(Executor):
     def _resume(self) -> None:
         """Recover before a call: raise the error that a rank or an earlier call has left, or renew the shared state.
 
-        The watchdog has set `disturbed`. It is set again if this method raises.
+        The watchdog has set its field `disturbed`, so that the call runs this method. If the method raises, it sets the
+        field again.
         """
         assert self.session is not None
         assert self.watchdog is not None
@@ -354,7 +358,10 @@ class RankExecutor(Executor):
             raise
 
     def _begin_anew(self, session: Session) -> None:
-        """Raise HostIRError for a call that a rank has abandoned. If all ranks have raised, renew the shared state."""
+        """Raise HostIRError for a call that a rank has abandoned.
+
+        Once all ranks have raised it, renew the shared state instead.
+        """
         if session.has_lost_call:
             raise session.lost_call()
         if not (abandoned := self._machine.groups.abandoned):
@@ -368,7 +375,10 @@ class RankExecutor(Executor):
             raise self._blamed(refused) from refused.__cause__
 
     def _stuck(self) -> HostIRError:
-        """Return the error for a device that is not done after the timeout. It names the unfinished communications."""
+        """Return the error for a device that has not finished within the timeout.
+
+        It names the unfinished communications.
+        """
         plan = next(reversed(self.plans.values()), None)
         late = f"the device has not finished @{self.program.name} after {self.timeout:g} s"
         hint = "HOSTIR_TIMEOUT sets how many seconds it may take"
@@ -381,7 +391,10 @@ class RankExecutor(Executor):
         return error(f"rank {self.rank}, {first}; {late}", span, hint=hint, notes=tuple(others))
 
     def _bind(self, inputs: tuple[Any, ...], out: Any) -> BoundCall:
-        """Begin a call with these tensors on this rank, and return its bound call. Make a missing bound call."""
+        """Begin a call with these tensors on this rank, and return its bound call.
+
+        If there is no bound call yet, make it.
+        """
         outs = () if out is None else tuple(out) if isinstance(out, list | tuple) else (out,)
         tensors, tensors_key, outs_key = (*inputs, *outs), cache_key(inputs), cache_key(outs)
         where = addresses(tensors) if out is not None or self._written else None
@@ -412,10 +425,13 @@ class RankExecutor(Executor):
     def _choose(
         self, tensors_key: TensorsKey | None, inputs: Sequence[Part], out: Any = None, places: bool = False
     ) -> Plan:
-        """Begin a call with these inputs on this rank, and return its plan. Make a missing plan.
+        """Begin a call with these inputs on this rank, and return its plan. If there is no plan yet, make it.
 
-        `tensors_key` is the key of the inputs; None if no key exists, and then the plan is not kept. `places`: True for
-        a call of the method `places`.
+        Args:
+            tensors_key: the key of the inputs. If it is None, because no key exists, the plan is not kept.
+            inputs: the inputs.
+            out: the argument `out` of the call.
+            places: True if this is a call of the method `places`.
         """
         self._refuse_elsewhere()
         plan = self.plans.get(tensors_key) if tensors_key is not None else None
@@ -460,19 +476,19 @@ class RankExecutor(Executor):
         self._drop(is_stale)
 
     def _renew(self) -> None:
-        """Drop all plans, and forget which calls the ranks have agreed on: they begin anew after a failure."""
+        """Drop all plans, and forget which calls the ranks have agreed on. After a failure the ranks begin anew."""
         self._end_plans()
         self._agreement.restart()
 
     def _leave(self, reason: str) -> None:
-        """Refuse all later calls for this reason, and drop the plans, because they hold process groups."""
+        """Refuse all later calls for the reason `reason`, and drop the plans, because plans hold process groups."""
         self._ended = reason
         if self._graphs is not None:
             self._graphs.release(reason)
         self._end_plans()
 
     def _end_plans(self) -> None:
-        """Drop all plans. On a CPU, end the threads that run them."""
+        """Drop all plans. On a CPU, also end the threads that run them."""
         for plan in self.plans.values():
             if isinstance(plan, GlooPlan):
                 plan.end()
@@ -481,7 +497,10 @@ class RankExecutor(Executor):
             self._machine.end()
 
     def _refuse_elsewhere(self) -> None:
-        """Raise HostIRError in a child that was forked from this rank, and after the end of the session."""
+        """Raise HostIRError in a child process that was forked from this rank.
+
+        Also raise it after the end of the session.
+        """
         if self._process != os.getpid():
             raise forked_from(self.rank)
         if self._ended:
@@ -492,7 +511,7 @@ class RankExecutor(Executor):
             )
 
     def _refuse_in_capture(self) -> None:
-        """Raise HostIRError in a capture: a plan cannot be made there."""
+        """Raise HostIRError during a CUDA graph capture, because no plan can be made then."""
         if self.machine == "cuda" and torch.cuda.is_current_stream_capturing():
             raise error(
                 f"@{self.program.name} runs with these shapes for the first time inside a CUDA graph capture",
@@ -502,14 +521,14 @@ class RankExecutor(Executor):
     def _check(self, unrolled: UnrolledProgram, inputs: Sequence[Part], out: Any) -> None:
         """Raise HostIRError if inputs share memory, or if the tensors of `out` cannot hold the outputs.
 
-        This check comes before any rank begins the call.
+        This check is made before any rank begins the call.
         """
         check_apart(self.program, self._written, inputs)
         if out is not None:
             check_out(unrolled, sequence_of(out), inputs, self._machine.device)
 
     def _make(self, inputs: Sequence[Part], out: Any, places: bool) -> Plan:
-        """Begin the first call with inputs like these, and return a new plan for such calls."""
+        """Begin the first call with inputs of these layouts, and return a new plan for calls with such inputs."""
         machine = self._machine
         try:
             sizes = bind_sizes(self.program, inputs, self.sizes, rank=self.rank, device=machine.device)
@@ -543,9 +562,10 @@ class RankExecutor(Executor):
             raise self._blamed(failure) from failure.__cause__
 
     def _plan(self, unrolled: UnrolledProgram, sizes_class: KindOfSizes, inputs: Sequence[Part]) -> Plan:
-        """Bind an unrolled program to this rank's machine.
+        """Bind an unrolled program to this rank's machine; return the plan.
 
-        `sizes_class`: sizes of this class share symmetric memory; None if these sizes share it with no other sizes.
+        Programs with sizes of the class `sizes_class` share symmetric memory. If it is None, these sizes share no
+        symmetric memory with other sizes.
         """
         if self._order is not None:
             self._order.follow()  # the plan's tables may reuse memory of dropped plans, which earlier calls still read
@@ -557,7 +577,10 @@ class RankExecutor(Executor):
             return machine.plan(unrolled, timeline, sizes_class, self.symmetric_limit, inputs)
 
     def _log(self, plan: Plan, seconds: float) -> None:
-        """Log a new plan and the seconds that it took. If no CUDA graph of it is captured, log the reason."""
+        """Log a new plan and the number of seconds that it took to make.
+
+        If no CUDA graph of it is captured, log the reason.
+        """
         if not LOG.isEnabledFor(logging.INFO):
             return
         unrolled, name = plan.unrolled, self.program.name
@@ -581,7 +604,7 @@ class RankExecutor(Executor):
 
 
 def is_stale(plan: Plan) -> bool:
-    """Return True if a plan's symmetric memory was released to make room."""
+    """Return True if the symmetric memory of a plan was released to make room for other memory."""
     return plan.memory is not None and plan.memory.gone
 
 
@@ -591,7 +614,10 @@ _with_threads: weakref.WeakSet[RankExecutor] = (
 
 
 def _forked() -> None:
-    """Drop the bound calls of executors in a forked child, so that the next call runs the check that refuses it."""
+    """Drop the latest bound call of each executor in a forked child process.
+
+    So the next call runs the check that refuses calls in a forked process.
+    """
     for executor in _with_threads:
         executor.latest = None
     for calls in {executor.calls for executor in _with_threads}:

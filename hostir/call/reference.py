@@ -1,7 +1,8 @@
 """The reference results of a program: its statements run one after another on unsharded tensors.
 
-A sharded axis is a plain axis here, a partial sum is the complete sum, and every communication is a copy. So the
-results do not depend on ranks, streams or order, and the results of all other machines can be compared with them.
+Here a sharded axis is a plain axis, a partial sum is the complete sum, and every communication is a copy. So the
+results do not depend on ranks, streams or the order of execution. The results of all other machines can be compared
+with them.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ class Whole:
         self.tensor = tensor
 
     def get(self) -> torch.Tensor:
-        """Return the elements. Do not write to them: other tensors may share their memory."""
+        """Return the elements of the tensor. Do not write to them: other tensors may share their memory."""
         return self.tensor
 
     def put(self, elements: torch.Tensor) -> None:
-        """Replace the elements."""
+        """Replace the elements of the tensor."""
         self.tensor = elements
 
 
 @dataclass(frozen=True)
 class WholeView:
-    """A view of an unsharded tensor: `part` returns a strided view of the parent, which is then reshaped to `shape`.
+    """A view of an unsharded tensor. `part` returns a strided view of the parent, which is then reshaped to `shape`.
 
     The reshape is a separate step, because a piece of a sharded axis has rows from the part of every rank. No single
     strided view of the parent can have these rows in the shape `shape`.
@@ -49,11 +50,11 @@ class WholeView:
     shape: tuple[int, ...]
 
     def get(self) -> torch.Tensor:
-        """Return the elements. Do not write to them: other tensors may share their memory."""
+        """Return the elements of the view. Do not write to them: other tensors may share their memory."""
         return self.part(self.parent.get()).reshape(self.shape)
 
     def put(self, elements: torch.Tensor) -> None:
-        """Replace the elements in the parent."""
+        """Replace the elements of the view, in the memory of the parent."""
         whole = self.parent.get().clone()
         part = self.part(whole)
         part.copy_(elements.reshape(part.shape))
@@ -64,9 +65,9 @@ WholeHandle = Whole | WholeView
 
 
 class Reference(OptionalMethods):
-    """The machine that computes on unsharded tensors, on one device.
+    """A machine that computes on unsharded tensors, on one device.
 
-    `dtype` is the dtype of all tensors; None for the dtypes that the program declares.
+    `dtype` is the dtype of all tensors. If it is None, tensors have the dtypes that the program declares.
     """
 
     rank: int | None = None
@@ -165,8 +166,9 @@ def reference(
 ) -> tuple[torch.Tensor, ...]:
     """Run a fusion or a host program on unsharded inputs, and return its unsharded outputs.
 
-    It computes in `dtype`, or in the program's dtypes if `dtype` is None, on the device of the inputs. `sizes` must
-    have the symbols that do not follow from the shapes of the inputs. Raises HostIRError for inputs that do not fit.
+    The program runs on the device of the inputs. It computes in `dtype`; None stands for the dtypes that the program
+    declares. `sizes` must have a value for each symbol that does not follow from the shapes of the inputs. Raises
+    HostIRError for inputs that do not fit.
     """
     bound = bind_sizes(program, inputs, sizes)
     handles = [Whole(x.to(dtype or x.dtype)) for x in inputs]

@@ -1,4 +1,4 @@
-"""The memory that a program needs, the memory that the host has, and the error if the host has too little."""
+"""Estimate the memory that a program needs and find the memory that the host has. Report if the host has too little."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ class Room:
     """The memory that a host program takes for one set of sizes.
 
     A rank holds its parts of the inputs, and the buffers that are not freed yet. Simulated ranks (`frees=False`) keep
-    all buffers, and two copies of the inputs. Copies by `dense` are not counted: they depend on the caller's strides.
+    all buffers, and two copies of the inputs. Copies by `dense` are not counted, because they depend on the caller's
+    strides.
 
     Fields:
-        inputs: the bytes of the unsharded inputs.
-        ranks: the most bytes that each rank holds at once, by rank.
+        inputs: the number of bytes of the unsharded inputs.
+        ranks: for each rank, the largest number of bytes that it holds at once.
     """
 
     def __init__(self, program: Program, sizes: Mapping[str, int], *, frees: bool = True) -> None:
@@ -42,8 +43,8 @@ class Room:
     def check(self, total: int, there: int, where: str, has: str, whole: str = "") -> None:
         """Raise HostIRError if `total` bytes are needed, but only `there` bytes are available.
 
-        The other arguments are parts of the message. `where` says who needs the bytes, `has` says who has the available
-        bytes, and `whole` is a remark on the unsharded inputs.
+        The other arguments are parts of the message. `where` says where the bytes are needed, `has` describes the
+        available bytes, and `whole` is a remark on the unsharded inputs.
         """
         if total <= there:
             return
@@ -66,7 +67,10 @@ class Room:
         return prod(bind_shape(type.local_shape, self.sizes)) * type.dtype.bytes
 
     def _most(self, body: tuple[Statement, ...], meshes: set[str]) -> tuple[int, int]:
-        """Return the most bytes that the buffers of a body take at once, and the bytes that they take at its end."""
+        """Return two numbers of bytes: the most that the buffers of a body take at once, and what they take at its end.
+
+        Only buffers on the meshes `meshes` are counted.
+        """
         most = now = 0
         for s in body:
             if s.buffer is not None:
@@ -83,12 +87,15 @@ class Room:
 
 
 def of_host() -> int:
-    """Return the bytes of memory of this host, or of this container if it has a lower limit."""
+    """Return the number of bytes of memory of this host; the limit of this container if it is lower."""
     return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *_limits()])
 
 
 def free_here() -> int:
-    """Return the bytes of memory that are free on this host, including free swap space."""
+    """Return the number of bytes of memory that are free on this host, including free swap space.
+
+    The result is at most the limit of this container.
+    """
     try:
         rows = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         left = sum(int(rows[name].split()[0]) << 10 for name in ("MemAvailable", "SwapFree"))
@@ -104,7 +111,7 @@ def _limits() -> Iterator[int]:
 
 
 def lacks_memory(problem: BaseException) -> bool:
-    """Return True if an exception, raised by Python or torch, means that an allocation failed."""
+    """Return True if an exception of Python or torch means that an allocation failed."""
     return isinstance(problem, MemoryError) or any(sign in str(problem) for sign in SIGNS)
 
 
@@ -116,7 +123,7 @@ def out_of_memory(problem: BaseException, what: str = "it") -> HostIRError:
 
 @contextmanager
 def memory_for(what: str) -> Iterator[None]:
-    """Turn a failed allocation in the block into a HostIRError, which names `what`."""
+    """Return a context manager that turns a failed allocation into a HostIRError. The message names `what`."""
     try:
         yield
     except (MemoryError, RuntimeError) as problem:

@@ -23,11 +23,12 @@ def bind_sizes(
     rank: int | None = None,
     device: torch.device | str | None = None,
 ) -> dict[str, int]:
-    """Return the value of every symbol of the program, from the shapes of a call's inputs and the sizes `given`.
+    """Return the value of every symbol of the program.
 
-    `inputs` are this rank's parts, or unsharded tensors if `rank` is None. They must be on `device`, unless it is None.
-    Raises HostIRError for a wrong number of inputs, for an input of the wrong shape, dtype or device, and for a symbol
-    that neither the inputs nor `given` bind.
+    The values follow from the shapes of a call's inputs, and from `given`. `inputs` are this rank's parts, or unsharded
+    tensors if `rank` is None. They must be on `device`, unless it is None. Raises HostIRError for a wrong number of
+    inputs, for an input of the wrong shape, dtype or device, and for a symbol with a value that follows neither from
+    the inputs nor from `given`.
     """
     sizes = solve_sizes(program, inputs, program.given_sizes(given), rank=rank, device=device)
     program.check_sizes(sizes)
@@ -42,7 +43,7 @@ def solve_sizes(
     rank: int | None = None,
     device: torch.device | str | None = None,
 ) -> dict[str, int]:
-    """Return what `bind_sizes` returns, but without the symbols that occur only in inputs that this rank lacks."""
+    """Return the same as `bind_sizes`, but leave out the symbols that occur only in inputs that this rank lacks."""
     if len(inputs) != len(program.inputs):
         names = ", ".join(map(str, program.inputs))
         message = f"@{program.name} was given {counted(len(inputs), 'input')}"
@@ -69,8 +70,8 @@ def _check_input(
 ) -> bool:
     """Return True if the rank holds a part of the input.
 
-    Raises HostIRError if the input is no tensor, has no plain memory, or has the wrong dtype, device or number of axes.
-    It does not check extents.
+    Raises HostIRError if the input is not a tensor, has no plain memory, or has the wrong dtype, device or number of
+    axes. It does not check extents.
     """
     type, mesh = value.tensor, value.tensor.mesh
     if rank is not None and mesh is not None and rank not in mesh.devices:

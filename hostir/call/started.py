@@ -1,9 +1,10 @@
-"""Calls that run beside the caller's other work: handles to wait for, and on CUDA the streams that they run on.
+"""Calls that run at the same time as the caller's other work.
 
-A started call runs on a side stream of the executor. The side stream first waits for the caller's stream, and `wait`
-makes the caller's stream wait for the side stream. torch's allocator does not know that the side stream uses the
-caller's tensors. So the handle keeps references to them until the caller's stream has waited. If it never waits, the
-handle reports the side stream to the allocator (`record_stream`) when it is destroyed.
+Such a call has a handle to wait for. On CUDA it runs on a side stream of the executor. The side stream first waits for
+the caller's stream, and `wait` makes the caller's stream wait for the side stream. torch's allocator does not know that
+the side stream uses the caller's tensors. So the handle keeps references to these tensors until the caller's stream has
+waited. If it never waits, the handle reports the side stream to the allocator (`record_stream`) when the handle is
+destroyed.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ class Started:
     def wait(self) -> tuple[Any, ...]:
         """Return the outputs of the call. On CUDA the current stream waits for them, but the host does not.
 
-        A later `wait` returns the same tensors. If it is made on another stream, that stream waits as well. If the call
-        was started within a capture into a CUDA graph, wait for it within the same capture. Wait for any other call
+        A later `wait` returns the same tensors. If it is called on another stream, that stream waits, too. If the call
+        was started during the capture of a CUDA graph, wait for it during the same capture. Wait for any other call
         outside captures. Raises HostIRError otherwise.
         """
         return self._outputs
@@ -95,15 +96,15 @@ class StartedCall(Started):
 
 
 def _capture(now: torch.cuda.Stream) -> int:
-    """Return the number of the capture that the current stream is part of; 0 outside captures."""
+    """Return the number of the capture that the stream `now` is part of; 0 outside captures."""
     return capture_id(now) if torch.cuda.is_current_stream_capturing() else 0
 
 
 class SideStreams:
     """The two side streams of an executor's started calls: one for calls within captures, one for all other calls.
 
-    One stream is not enough. While a capture includes a stream, CUDA captures all work on this stream, also the work of
-    other threads.
+    One stream is not enough. While a capture includes a stream, CUDA captures all work on this stream, including the
+    work of other threads.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -119,7 +120,7 @@ class SideStreams:
         return own_stream(self, self.device, priority=0)
 
     def start(self, call: Callable[..., tuple[Any, ...]], inputs: Sequence[Any], out: Any) -> Started:
-        """Make a call on a side stream, which first waits for the current stream. Return the handle of the call."""
+        """Make a call on a side stream, after the work of the current stream. Return the handle of the call."""
         caller = current(self.device)
         capturing = torch.cuda.is_current_stream_capturing()
         side = self.inside if capturing else self.outside

@@ -10,14 +10,14 @@ from hostir.ir.regions import Region
 
 
 class Odd(NamedTuple):
-    """A kind of unsupported tensor, as the end of a sentence "x is ...", and a hint for the user."""
+    """A kind of unsupported tensor, and a hint for the user. The kind is the end of a sentence "x is ..."."""
 
     what: str
     hint: str
 
 
 def without_plain_memory(x: torch.Tensor) -> Odd | None:
-    """Return None if the elements of a tensor are in plain strided memory; otherwise the kind of the tensor."""
+    """Return the kind of a tensor without plain strided memory; None if the tensor has such memory."""
     if type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:  # a wrapper of other tensors
         hint = "pass what this rank has of it, .to_local()" if hasattr(x, "to_local") else "pass a plain one"
         return Odd(f"a {type(x).__name__}", hint)
@@ -46,9 +46,9 @@ def share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def overlaps_itself(x: torch.Tensor) -> bool:
-    """Return True if elements of a tensor may share memory.
+    """Return True if two elements of a tensor may share memory.
 
-    They may share memory if the stride of an axis is not longer than the span of all axes with shorter strides.
+    They may share memory if the stride of some axis is not longer than the span of all axes with shorter strides.
     """
     reach = 0
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):

@@ -17,7 +17,7 @@ from hostir.ir.source import UNCHECKED, Diagnostic, HostIRError
 def check(
     program: Program, *, explicit: bool = False, sizes: Mapping[str, int] | None = None, calls: int | None = None
 ) -> list[Diagnostic]:
-    """Return all errors and warnings about a program, in program order, warnings last.
+    """Return all errors and warnings about a program: first the errors, then the warnings, both in program order.
 
     The list is empty if the program is correct in every order in which its streams and ranks may run. If the program
     cannot be checked for races, the list has an error of category `unchecked`.
@@ -27,8 +27,8 @@ def check(
             deadlocks and misuse of memory.
         explicit: True to require that a fusion states every change of sharding (see `check_structure`).
         sizes: values of symbols. Symbols that are left out get small values.
-        calls: the number of consecutive calls to check. By default, enough calls are checked to find every error that
-            any number of calls can have.
+        calls: the number of consecutive calls to check. By default, this is the number that is enough to find every
+            error that any number of calls can have.
     """
     findings = check_structure(program, explicit=explicit)
     if findings or program.phase is not Phase.HOST:
@@ -39,10 +39,10 @@ def check(
 
 
 def prove(program: Program, sizes: Mapping[str, int] | None = None) -> Program:
-    """Return the program if `check` finds no errors in it; otherwise raise a HostIRError with all of them.
+    """Return the program if `check` finds no errors in it; otherwise raise a HostIRError with all errors.
 
-    Warnings raise nothing. A program that cannot be checked counts as wrong. A proof is cached for all sizes that it
-    covers (see `hostir.check.signature`). A later call with any of these sizes takes about 100 us.
+    Warnings do not count as errors. A program that cannot be checked counts as wrong. A proof is cached for all sizes
+    that it covers (see `hostir.check.signature`). A later call with any of these sizes takes about 100 us.
 
     Args:
         program: a fusion or a host program.
@@ -59,9 +59,10 @@ class Proof:
     """A proof of a host program.
 
     Fields:
-        sizes_key: the signature of all sizes that the proof covers. Other sizes have other signatures.
-        resizable: True if calls with different sizes, all covered by the proof, may share symmetric buffers. This
-            requires that each call ends its accesses to a buffer before the next call accesses any part of the buffer.
+        sizes_key: the signature of all sizes that the proof covers. Sizes that it does not cover have other signatures.
+        resizable: True if calls with different sizes may share symmetric buffers, provided that the proof covers these
+            sizes. This requires that each call ends its accesses to a buffer before the next call accesses any part of
+            the buffer.
     """
 
     sizes_key: SizesKey
@@ -69,7 +70,7 @@ class Proof:
 
 
 def proof_of(program: Program, sizes: Mapping[str, int] | None = None) -> Proof:
-    """Return the proof of a host program that has no structural errors; raise the same errors as `prove`."""
+    """Return the proof of a host program that has no structural errors. Raise the same errors as `prove`."""
     known = _signature(program)
     bound = {name: value for name, value in (sizes or {}).items() if name in known.names}
     program.check_whole(bound)
@@ -94,7 +95,7 @@ def _signature(program: Program) -> Signature:
 
 
 def forget() -> None:
-    """Clear all cached proofs, for tests and benchmarks."""
+    """Clear the cache of proofs, for tests and benchmarks."""
     _signature.cache_clear()
     forget_forms()
 

@@ -1,4 +1,4 @@
-"""Check how a host program uses its buffers: which buffers it frees, accesses at peers, and returns."""
+"""Check how a host program uses its buffers: which buffers it frees, accesses at peers, and returns as outputs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hostir.ir.source import Diagnostic
 
 
 class Buffers:
-    """Tracks which buffer each value of a program refers to, and checks statements that misuse buffers.
+    """Tracks which buffer each value of a program refers to, and yields findings about statements that misuse buffers.
 
-    The caller passes the statements to `see` in program order. This class checks only what is the same on every rank
-    and in every round of a loop. `hostir.check.tracing` checks the rest.
+    The caller passes the statements to `see` in program order. This class checks only properties that are the same on
+    every rank and in every round of a loop. `hostir.check.tracing` checks the other properties.
     """
 
     def __init__(self, program: Program) -> None:
@@ -29,7 +29,7 @@ class Buffers:
         self.symmetric: set[str] = set()
 
     def see(self, s: Statement) -> Iterator[Diagnostic]:
-        """Record a statement; yield findings about the memory that it writes, frees or makes dense."""
+        """Record a statement. Yield findings about memory that the statement writes, frees or makes dense."""
         for value in s.values(Codec.WRITE):
             if root := self.roots.get(value.name):
                 self.written.add(root)
@@ -48,7 +48,7 @@ class Buffers:
                 yield from self._dense(s, s.viewed, root)
 
     def _dense(self, s: Statement, x: Value, root: str) -> Iterator[Diagnostic]:
-        """Yield a finding if the operand `x` of `dense` is not memory of an input, or if this input is written."""
+        """Yield a finding if the operand `x` of a `dense` is not memory of an input, or if this input is written."""
         if root not in self.inputs:
             yield Diagnostic(
                 f"{_named(x, root)} is not an input",
@@ -76,7 +76,7 @@ class Buffers:
             yield Diagnostic(f"{x} is {view}{why}", s.span, hint="remove this line")
 
     def reach(self, s: Statement) -> Iterator[Diagnostic]:
-        """Yield a finding if a statement accesses a buffer of a peer that is not a symmetric buffer."""
+        """Yield a finding if a statement accesses a buffer at a peer and this buffer is not symmetric."""
         if s.remote is None or (root := self.roots.get(s.remote.name)) is None:
             return
         if root not in self.symmetric:
@@ -87,7 +87,10 @@ class Buffers:
             )
 
     def unwritten_outputs(self, outputs: Collection[Value]) -> Iterator[Diagnostic]:
-        """Yield a finding for each output buffer that no statement writes. Call it after the last statement."""
+        """Yield a finding for each output buffer that no statement writes.
+
+        The caller calls this after the last statement.
+        """
         for value in dict.fromkeys(outputs):
             root = self.roots.get(value.name)
             if root is not None and root not in self.written | self.inputs:

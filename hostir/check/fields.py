@@ -1,6 +1,6 @@
-"""Check the types of a program's fields.
+"""Check the types of the values in the fields of a program and of its statements.
 
-The parser guarantees these types. A program that was built in Python may violate them.
+The parser guarantees these types. A program that was built in Python may have values of wrong types.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KNOWN = "_well_formed"
 
 
 def malformed(program: Program) -> Iterator[Diagnostic]:
-    """Yield a diagnostic for each field of the program and its statements that holds a value of the wrong type."""
+    """Yield a diagnostic for each field of a program or of its statements that holds a value of the wrong type."""
     parts: dict[str, tuple[bool, str]] = {
         "name": (isinstance(program.name, str), "a name"),
         "phase": (isinstance(program.phase, Phase), "a Phase"),
@@ -98,7 +98,7 @@ def _is_expr(held: object) -> bool:
 
 
 def _is_size(held: object) -> bool:
-    """Return True if a value is a `Size`, and either has symbols or is an integer."""
+    """Return True if a value is a valid `Size`: an integer of at least 1, or an expression with symbols."""
     if not isinstance(held, Size) or not (_is_int(held.num) and _is_int(held.den) and held.num and held.den):
         return False
     return held.den == 1 or bool(held.symbols)
@@ -111,7 +111,10 @@ def _is_value(held: object) -> bool:
 
 
 def _is_tensor_type(held: TensorType) -> bool:
-    """Return True if a tensor type is valid. The answer is cached in the type, because many statements share it."""
+    """Return True if a tensor type is valid.
+
+    The answer is cached in the type, because many statements share one type.
+    """
     if KNOWN not in vars(held):
         vars(held)[KNOWN] = _is_sound(held)
     return bool(vars(held)[KNOWN])

@@ -1,4 +1,7 @@
-"""Build the diagnostics about the order of events: the error, the statements involved, and what to do about it."""
+"""Build the diagnostics about the order of events.
+
+Each names the error, the statements involved, and what to do about the error.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,7 @@ TROUBLES = {  # by category: message and hint; {} stands for the detail
 
 @dataclass(frozen=True)
 class Finding(Diagnostic):
-    """A diagnostic about events whose order, or missing order, is an error.
+    """A diagnostic about events that are in a wrong order, or that have no order and need one.
 
     Fields:
         buffer: the name of the buffer that the events access; empty if the finding is not about a buffer.
@@ -68,7 +71,7 @@ class Finding(Diagnostic):
 
 
 def in_program_order(finding: Diagnostic) -> tuple[bool, int, int]:
-    """Return the sort key of a finding: errors first, then by position in the text."""
+    """Return the key by which findings are sorted: errors first, then by position in the text."""
     return (
         finding.level != "error",
         finding.span.line if finding.span else 0,
@@ -83,7 +86,7 @@ class FindingBuilder:
         self.program = program
 
     def conflict(self, c: Conflict, times: int) -> Finding:
-        """Return the finding for a conflict. `times` is the number of its occurrences."""
+        """Return the finding for a conflict. `times` is the number of occurrences of the conflict."""
         return _often(self._conflict(c), times)
 
     def _conflict(self, c: Conflict) -> Finding:
@@ -113,7 +116,7 @@ class FindingBuilder:
         return self.finding("race", message, [first.event, second.event], c.buffer, expected=expected, hint=hint)
 
     def troubles(self, troubles: Iterable[Trouble]) -> Iterator[Finding]:
-        """Yield the findings for troubles. Troubles with the same category and statements become one finding."""
+        """Yield the findings for troubles. All troubles with the same category and statements become one finding."""
         grouped: dict[tuple[object, ...], list[Trouble]] = {}
         for t in troubles:
             sides = frozenset(id(event.statement) for event in t.events if event is not None)
@@ -142,7 +145,7 @@ class FindingBuilder:
         hint: str = "",
         at: Event | None = None,
     ) -> Finding:
-        """Return a finding that points at event `at`: by default the last event that belongs to a statement."""
+        """Return a finding. It points at event `at`, by default the last event that belongs to a statement."""
         at = at or next((e for e in reversed(events) if e.statement is not None), None)
         shown = events if len(events) <= MAX_NOTES else [*events[: MAX_NOTES // 2], *events[-MAX_NOTES // 2 :]]
         notes = tuple((_span(e), f"{_where(e)}: {self.does(e)}") for e in shown)
@@ -162,11 +165,14 @@ class FindingBuilder:
         return who if touch.event.rank == buffer.rank else f"{who} of another rank"
 
     def what(self, event: Event) -> str:
-        """Return the text of the event's statement, or "the caller"."""
+        """Return the text of the event's statement; "the caller" if the event belongs to no statement."""
         return f"'{format_statement(event.statement, self.program)}'" if event.statement is not None else "the caller"
 
     def does(self, event: Event) -> str:
-        """Return the text of the event's statement, or a description of the caller's action."""
+        """Return the text of the event's statement.
+
+        If the event belongs to no statement, return a description of the caller's action.
+        """
         if event.statement is not None:
             return self.what(event)
         return {
@@ -177,7 +183,7 @@ class FindingBuilder:
 
 
 def leaks(buffers: Iterable[Buffer]) -> Iterator[Finding]:
-    """Yield a warning for each leaked buffer. The buffers that several ranks have for one name give one warning."""
+    """Yield a warning for each leaked buffer. If several ranks leak the buffer of the same name, yield one warning."""
     for buffer in {b.name: b for b in buffers}.values():
         span = buffer.value.span if buffer.value else None
         yield Finding(
@@ -191,7 +197,7 @@ def leaks(buffers: Iterable[Buffer]) -> Iterator[Finding]:
 
 
 def _ordering(c: Conflict) -> str:
-    """Return a hint that names the statements to insert so that the two accesses of a race are ordered."""
+    """Return a hint for a race: it names the statements to insert so that the two accesses are ordered."""
     assert c.first is not None
     first, second = c.first.event, c.second.event
     if first.rank != second.rank:
@@ -251,6 +257,6 @@ def _span(event: Event) -> Span | None:
 
 
 def _often(finding: Finding, times: int) -> Finding:
-    """Return the finding with `times`, the number of its occurrences. If there are several, add a note that says so."""
+    """Return the finding with its field `times` set. If `times` is more than 1, add a note with this number."""
     more = ((None, f"{times} places of these calls show it, over all ranks, rounds and calls"),) if times > 1 else ()
     return replace(finding, times=times, notes=(*finding.notes, *more))

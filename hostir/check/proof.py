@@ -1,7 +1,7 @@
-"""Prove a host program free of races, deadlocks and misuse of memory, or report where it is not.
+"""Prove a host program free of races, deadlocks and misuse of memory, or report where it has such an error.
 
-Loops are unrolled for the given sizes. Symbols without a value get a small value. Every rank is traced through two
-calls, or through more calls if two do not show every error. The events of all ranks are joined by the rules of
+Loops are unrolled for the given sizes. A symbol without a value gets a small value. Every rank is traced through two
+calls, or through more calls if two calls do not show every error. The events of all ranks are joined by the rules of
 docs/memory-model.md. Then one walk with vector clocks checks all accesses to memory. A finding names both statements,
 their ranks and streams, the missing order, and the statement to insert.
 """
@@ -36,8 +36,8 @@ class Analysis:
 
     Fields:
         findings: the errors and warnings, errors first.
-        order: the order of the events that were checked; None if the caller does not need it or tracing failed.
-        sizes: the values of all symbols that were checked.
+        order: the order of the events that were checked; None if the caller does not need it, or if tracing failed.
+        sizes: the values of all symbols for which the program was checked.
         calls: the number of consecutive calls that were checked.
         resizable: True if symmetric buffers may have different sizes in different calls (see `RaceDetector`).
     """
@@ -51,23 +51,23 @@ class Analysis:
 
 @uncollected()
 def analyse_quickly(program: Program, sizes: Mapping[str, int] | None = None, calls: int | None = None) -> Analysis:
-    """Check a host program with the same arguments and findings as `analyse`, but trace only rank 0 if this is enough.
+    """Check a host program as `analyse` does, but trace only rank 0 if this is enough.
 
-    It is enough if rank 0 represents all ranks and the check finds nothing (see `_of_one_rank`). The result has no
-    `order`.
+    The arguments and the findings are the same. Tracing rank 0 is enough if rank 0 represents all ranks and the check
+    finds nothing (see `_of_one_rank`). The result has no `order`.
     """
     return replace(_of_one_rank(program, sizes or {}, calls) or analyse(program, sizes, calls), order=None)
 
 
 def _of_one_rank(program: Program, sizes: Mapping[str, int], calls: int | None) -> Analysis | None:
-    """Check a program by tracing rank 0 alone; return None if all ranks have to be traced.
+    """Check a program by tracing rank 0 alone. Return None if all ranks have to be traced.
 
     All ranks have to be traced in these cases:
     - Rank 0 does not represent all ranks.
     - More calls have to be checked than were traced.
-    - There are findings, and the program is small enough to trace all ranks. Findings about all ranks are more precise.
-    - A kernel may hold SMs that other kernels need. The events of one rank cannot decide this.
-    - No small sizes fit, or even one rank has too many statements. `analyse` reports both as errors.
+    - There are findings, and the program is small enough to trace all ranks. With all ranks, findings are more precise.
+    - A kernel may hold SMs that other kernels need. The events of one rank are not enough to decide this.
+    - There are no small sizes that fit, or rank 0 alone has too many statements. `analyse` reports both as errors.
     """
     if misfits := program.misfits(sizes):
         return Analysis(misfits)
@@ -92,10 +92,10 @@ def _of_one_rank(program: Program, sizes: Mapping[str, int], calls: int | None) 
 
 @uncollected()
 def analyse(program: Program, sizes: Mapping[str, int] | None = None, calls: int | None = None) -> Analysis:
-    """Trace all ranks of a host program without structural errors, and check the order of their events.
+    """Trace all ranks of a host program, and check the order of their events. The program has no structural errors.
 
-    By default, enough consecutive calls are checked to find every error that any number of calls can have. `calls`
-    overrides their number.
+    `calls` is the number of consecutive calls to check. By default, this is the number that is enough to find every
+    error that any number of calls can have.
     """
     if misfits := program.misfits(sizes or {}):
         return Analysis(misfits)
@@ -138,8 +138,8 @@ def _traced(program: Program, sizes: Mapping[str, int], calls: int) -> Analysis:
 def shared_queues(program: Program, sizes: Mapping[str, int]) -> list[Diagnostic]:
     """Return the deadlocks that a correct program has on a device whose streams share hardware queues.
 
-    The check assumes that all streams share one queue. Then a wait blocks everything that the rank issues after it, on
-    every stream.
+    The check assumes that all streams of a rank share one queue. Then a wait blocks everything that the rank issues
+    after the wait, on every stream.
     """
     tracers = [Tracer(rank, program, sizes) for rank in range(program.ranks)]
     for tracer in tracers:
@@ -161,7 +161,7 @@ def _statements(program: Program, sizes: Mapping[str, int], calls: int) -> int:
 
 
 def judge(program: Program, order: Order, sizes: Mapping[str, int], calls: int) -> Analysis:
-    """Check the traced events of a program and return the result. Its findings are in program order, errors first."""
+    """Check the traced events of a program, and return the result. The findings are in program order, errors first."""
     build = FindingBuilder(program)
     if order.troubles:
         return Analysis(list(build.troubles(order.troubles)), order, sizes, calls)
@@ -178,7 +178,7 @@ def judge(program: Program, order: Order, sizes: Mapping[str, int], calls: int) 
 
 
 def _unchecked(program: Program, why: str, hint: str) -> Diagnostic:
-    """Return the error which says that a program was not checked for races. `why` is the reason.
+    """Return the error that a program was not checked for races. `why` is the reason.
 
     `prove` refuses a program with this error.
     """

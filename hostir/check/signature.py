@@ -1,4 +1,4 @@
-"""Compute signatures of sizes: a proof of a program for some sizes holds for all others with the same signature.
+"""Compute signatures of sizes: a proof of a program for some sizes holds for all sizes with the same signature.
 
 The checker's findings follow from three things:
 - the statements that run on each rank;
@@ -9,27 +9,26 @@ Most of this does not depend on the sizes. Think of each axis of a buffer as the
 buffer span a cube, and each element is a cell of the cube. A position in the cube does not depend on extents. The
 signature holds the numbers that do matter:
 
-- `select` takes the i-th of n equal slabs of an axis, and `chunk` the i-th of n pieces. The number n matters.
-- A reshape merges axes with extents e1, .., ek into one axis, and so do the rows of a computation by blocks. The
-  position on the merged axis is (i1 + (i2 + .. (ik-1 + u) / ek-1 ..) / e2) / e1, where u is the position on the
-  innermost axis. A reshape splits an axis by the same formula. All extents but the innermost matter. The innermost
-  extent only says how fine the cells are. A reshape is divided into groups of axes: a group ends where the product of
-  the old extents so far and the product of the new extents so far are equal formulas.
-- Blocks of rows cut only the first row axis if its extent is divisible by the number of blocks. Then no extent
-  matters.
+- `select` takes the i-th of n equal slabs of an axis, and `chunk` takes the i-th of n pieces. The number n matters.
+- A reshape merges axes with extents e1, .., ek into one axis. A computation by blocks merges the row axes in the same
+  way. The position on the merged axis is (i1 + (i2 + .. (ik-1 + u) / ek-1 ..) / e2) / e1, where u is the position on
+  the innermost axis. A reshape splits an axis by the same formula. All extents except the innermost matter. The
+  innermost extent only says how fine the cells are. A reshape is divided into groups of axes: a group ends where the
+  product of the old extents so far and the product of the new extents so far are equal formulas.
+- Blocks of rows cut only the first row axis if its extent is divisible by the number of blocks. Then no extent matters.
 - Every other statement uses complete tensors, or permutes their axes. No extent matters.
 
 Suppose that two choices of sizes agree in these numbers, and that all divisions are exact. Then each view is the same
-part of its buffer's cube, and its boundaries lie between cells. So two views overlap, or one covers the other, for
-both choices or for neither.
+part of its buffer's cube, and its boundaries lie between cells. So two views overlap for both choices or for neither.
+In the same way, one view covers another for both choices or for neither.
 
 Strides are formulas, too. They decide whether a view exists, whether it is dense, and whether a statement writes
 exactly the view that it reads. If the formulas prove such a property, it holds for all sizes. If they do not, it holds
 only if some axes happen to have extent 1. Then the signature also says for every extent whether it is 1.
 
-The numbers of loop rounds and of flags are part of the signature, so the same statements run. Ranks compare the sizes
-of messages. They also compare the sizes of collectives if a collective is inside an `if`. The signature says which of
-these sizes are equal to each other.
+The number of rounds of each loop and the number of flags are part of the signature, so the same statements run. Ranks
+compare the sizes of messages. They also compare the sizes of collectives if a collective is inside an `if`. The
+signature says which of these sizes are equal to each other.
 
 If a statement does not fit this form, the signature consists of all sizes of the program.
 """
@@ -57,11 +56,11 @@ class Signature:
     """Computes signatures of sizes for one host program without structural errors.
 
     A proof of the program holds for all sizes with the same signature. Programs of the same form share their proofs.
-    Such programs differ only in their names and in their sizes, which may be symbols or numbers.
+    Programs of one form may differ in the name of the program and in sizes. The sizes may be symbols or numbers.
 
     Fields:
         names: the symbols of the program.
-        proved: the signatures for which programs of this form were proved. The value of a signature is True if the
+        proved: a map. Its keys are the signatures for which programs of this form were proved. The value is True if the
             symmetric buffers are resizable (see `hostir.check.Proof`).
     """
 
@@ -77,7 +76,7 @@ class Signature:
         self.proved = _proved((*_form(program), walk.fits, walk.by_chance, tuple(walk.groups)))
 
     def of(self, sizes: Mapping[str, int]) -> SizesKey:
-        """Return the signature of sizes. `sizes` has a value for every symbol.
+        """Return the signature of `sizes`, which has a value for every symbol.
 
         If a division is not exact, the signature is the program together with the sizes. Then no other sizes have the
         same signature.
@@ -99,13 +98,13 @@ class Signature:
 
 
 def _cut(axes: Shape, counts: Shape, share: tuple[Size, Size], sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the extents of row axes that the signature needs: () if the blocks cut the first axis alone.
+    """Return the extents of row axes that belong to the signature; () if the blocks cut only the first row axis.
 
     Args:
         axes: the extents of the row axes of one tensor.
         counts: numbers of blocks; the rows are cut into their least common multiple.
-        share: a pair. For a tensor of `own` rows: the number of blocks that these rows replace, and the number of all
-            blocks. For any other tensor the two numbers are equal.
+        share: two numbers of blocks. If the tensor holds `own` rows, the first is the number of blocks that these rows
+            replace, and the second is the number of all blocks. For any other tensor, the two numbers are equal.
         sizes: the values of all symbols.
     """
     if len(axes) < 2:
@@ -117,18 +116,18 @@ def _cut(axes: Shape, counts: Shape, share: tuple[Size, Size], sizes: Mapping[st
 
 
 class _Walk:
-    """Walks a program once and collects the sizes that its signatures depend on.
+    """Walks over a program once, and collects the sizes that decide its signatures.
 
     Fields:
         exact: sizes whose values are part of the signature.
         messages, collectives: shapes, or element counts, that ranks compare.
         branched: True if ranks may issue collectives in different orders.
-        groups: the groups of axes of each reshape: where each group ends in the old and in the new shape.
+        groups: for each group of axes in a reshape, the ends of the group in the old and in the new shape.
         cut: for each tensor whose rows are cut into blocks, the arguments of `_cut`.
         symmetric: the shape of each symmetric buffer.
         strides: the strides of each value.
         buffers: for each value, the name of its buffer.
-        by_chance: True if, only for some sizes, a view exists, is dense, or equals another view.
+        by_chance: True if the sizes decide whether some view exists, is dense, or equals another view.
         fits: False if the signature has to consist of all sizes of the program.
     """
 
@@ -148,7 +147,11 @@ class _Walk:
 
     @property
     def compared(self) -> tuple[list[Shape], ...]:
-        """Return the shapes that ranks compare: of messages, and of collectives if their orders may differ."""
+        """Return the shapes that ranks compare.
+
+        These are the shapes of messages and, if ranks may issue collectives in different orders, the shapes of
+        collectives.
+        """
         return (self.messages, *((self.collectives,) if self.branched else ()))
 
     def body(self, body: tuple[Statement, ...], branch: bool) -> None:
@@ -193,7 +196,10 @@ class _Walk:
         self.buffers[out.name] = out.name if s.may_copy else self.buffers[x.name]
 
     def regrouped(self, old: Shape, strides: Shape, new: Shape) -> Shape:
-        """Return the strides of a view reshaped from shape `old` to shape `new`; record the extents that matter."""
+        """Return the strides that a view has after it is reshaped from shape `old` to shape `new`.
+
+        `strides` are its strides before. Record the extents that matter.
+        """
         merged: list[Size] = []
         i = j = 0
         for end, until in _groups(old, new):
@@ -213,7 +219,8 @@ class _Walk:
     def in_blocks(self, s: Statement) -> None:
         """Record the sizes that decide how a computation cuts the rows of its tensors into blocks.
 
-        All axes but the last are row axes. The operand of a sum has one more axis before them, for its sources.
+        All axes but the last are row axes. But the first axis of the operand of a sum is not a row axis: it numbers the
+        sources.
         """
         (out,) = s.values(Codec.WRITE)
         counts: list[Size] = []  # the number of blocks is their least common multiple
@@ -242,7 +249,7 @@ class _Walk:
 
 @dataclass(frozen=True)
 class _Strides:
-    """Computes the strides of views of a tensor, given its shape and strides; records the extents that matter."""
+    """Computes the strides of views of a tensor from its shape and strides. Records the extents that matter."""
 
     walk: _Walk
     shape: Shape
@@ -275,7 +282,7 @@ def _rows(x: Value) -> Size:
 
 
 def _nested(shape: Shape, strides: Shape) -> bool:
-    """Return True if axes with these strides merge into one axis for all sizes."""
+    """Return True if axes with this shape and these strides can be merged into one axis for all sizes."""
     axes = [(n, s) for n, s in zip(shape, strides, strict=True) if not n.is_one]
     return all(outer == n * s for (_, outer), (n, s) in pairwise(axes))
 
@@ -283,7 +290,7 @@ def _nested(shape: Shape, strides: Shape) -> bool:
 def _groups(old: Shape, new: Shape) -> Iterator[tuple[int, int]]:
     """Divide a reshape into the smallest groups of axes that can be reshaped separately.
 
-    Yield, for each group, the index after its last axis in the old shape, and this index in the new shape.
+    Yield two indices for each group: the index after its last axis in the old shape, and the same in the new shape.
     """
     start = 0
     for i in range(1, len(old)):
@@ -313,7 +320,7 @@ def sizes_of(program: Program) -> Iterator[Size]:
 
 @lru_cache(maxsize=256)
 def _proved(form: SizesKey) -> dict[SizesKey, bool]:
-    """Return the signatures for which programs of a form were proved (see `_form`). Callers add to this dictionary.
+    """Return the signatures for which programs of one form were proved (see `_form`). Callers add to this dictionary.
 
     The value of a signature is True if the symmetric buffers are resizable.
     """
@@ -326,7 +333,7 @@ def forget_forms() -> None:
 
 
 def _form(program: Program) -> SizesKey:
-    """Return the form of a program: a key that leaves out its sizes, its name and its positions in the text."""
+    """Return the form of a program: a key without the program's sizes, name and positions in the text."""
     ends = (tuple(_form_of_value(v) for v in values) for values in (program.inputs, program.outputs))
     return (*ends, program.meshes, program.streams, tuple(map(_form_of_statement, program.body)))
 

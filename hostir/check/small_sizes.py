@@ -1,7 +1,7 @@
-"""Choose small values for the symbols of a program that represent all values.
+"""Choose small values for the symbols of a program. A check with these values represents all values.
 
-The values make all sizes of the program integers. The order of events depends on the numbers of loop rounds. So a
-symbol that counts rounds is larger than the number of streams, if possible. Other symbols are as small as possible.
+The values make all sizes of the program integers. The order of events depends on the number of rounds of each loop. So
+a symbol that counts rounds is larger than the number of streams, if possible. Other symbols are as small as possible.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TRIES = 4096
 
 
 def small_sizes(program: Program, chosen: Mapping[str, int]) -> dict[str, int] | None:
-    """Return a value for every symbol of a program: the value in `chosen`, else a small one.
+    """Return a value for every symbol of a program: the value in `chosen` if it has one, else a small value.
 
     Return None if no small values make all sizes integers.
     """

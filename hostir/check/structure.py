@@ -32,7 +32,7 @@ def check_structure(program: Program, *, explicit: bool = False) -> list[Diagnos
     """Return all errors in the structure of a program, in program order.
 
     With `explicit`, two more things are errors: a declared type that differs from the type that its statement infers,
-    and a change of sharding in a fusion that is not a communication yet. Host programs are always checked this way.
+    and a change of sharding in a fusion without a communication. Host programs are always checked in this way.
     """
     if findings := list(malformed(program)):
         return findings
@@ -104,7 +104,10 @@ class _Checker:
             )
 
     def block(self, body: tuple[Statement, ...], around: Statement | None = None) -> Iterator[Diagnostic]:
-        """Yield the findings about statements, in order. `around` is the innermost loop or `if` around them."""
+        """Yield the findings about the statements of `body`, in order.
+
+        `around` is the innermost loop or `if` around them.
+        """
         for s in body:
             if self.phase not in s.phases:
                 yield Diagnostic(f"'{s.keyword()}' does not belong to a {self.phase.value}", s.span)
@@ -154,7 +157,11 @@ class _Checker:
             yield Diagnostic(f"{value} is used as {value.type} but defined as {self.scope[value.name].type}", span)
 
     def flags(self, s: Statement) -> Iterator[Diagnostic]:
-        """Yield a finding if a statement reads, writes or views flags, or allocates them where no peer can signal."""
+        """Yield a finding if a statement misuses flags.
+
+        It must not read, write or view them as numbers, and must not allocate them in a buffer that peers cannot
+        signal.
+        """
         if s.buffer and not s.symmetric and _holds_flags(s.buffer):
             hint = f"{s.buffer}: {s.buffer.type} = allocate_symmetric"
             yield Diagnostic(f"no peer can signal {s.buffer}", s.span, hint=hint)
@@ -208,13 +215,16 @@ def _holds_flags(value: Value) -> bool:
 
 
 def _agree(a: TensorType, b: TensorType) -> bool:
-    """Return True if two types are equal without their Stream marks and with all axes in normal form."""
+    """Return True if two types are equal, apart from Stream marks and from the way in which axes are written.
+
+    A type without a mesh agrees with every mesh.
+    """
     same_mesh = a.mesh is None or b.mesh is None or a.mesh == b.mesh
     return same_mesh and a.host().axes == b.host().axes and a.dtype == b.dtype and a.partial == b.partial
 
 
 def divisions_by_zero(expr: Expr) -> Iterator[Bin]:
-    """Yield the parts of an expression that divide by a literal zero."""
+    """Yield the divisions in an expression that have a divisor of 0 for all values of the indices."""
     if isinstance(expr, Bin):
         if expr.op in "/%" and not _terms(expr.right):
             yield expr
@@ -223,7 +233,7 @@ def divisions_by_zero(expr: Expr) -> Iterator[Bin]:
 
 
 def _terms(expr: Expr) -> dict[Expr, int]:
-    """Return an expression as a sum: a dictionary from each term to its factor.
+    """Return an expression as a sum, in the form of a dictionary from each term to its factor.
 
     The constant part is the factor of the term `_UNIT`. The expression 0 is {}.
     """

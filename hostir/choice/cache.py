@@ -1,8 +1,8 @@
 """Measurements on disk, in the folder HOSTIR_CACHE.
 
-There is one JSON file for each fusion at certain sizes on a platform. A file is replaced atomically. Writers hold a
-lock, and keep the measurements that other jobs have added meanwhile. A file that cannot be read, or that another
-version has written, is ignored with one warning.
+There is one JSON file for each combination of a fusion, its sizes and a platform. A file is replaced atomically.
+Writers hold a lock, and keep the measurements that other jobs have added meanwhile. If a file cannot be read, or if
+another version has written it, it is ignored with one warning.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ FORMAT = 1
 
 
 class CacheWarning(UserWarning):
-    """Warning: a file of the tuning cache is ignored."""
+    """The category of the warning that a file of the tuning cache is ignored."""
 
 
 @dataclass(frozen=True)
 class Entry:
     """The measurement of one candidate: its times in microseconds, or the reason why it has no times.
 
-    It is valid only for the host program with this `digest`.
+    The measurement is valid only for the host program with this `digest`.
     """
 
     digest: str
@@ -49,7 +49,11 @@ Entries = Mapping[Candidate, Entry]
 
 
 def folder() -> Path:
-    """Return the folder of the measurements. It is in HOSTIR_CACHE if that is set, else in the user's cache folder."""
+    """Return the folder of the measurements.
+
+    It is the folder `tuning` in HOSTIR_CACHE if that is set, else the folder `hostir/tuning` in the user's cache
+    folder.
+    """
     directory = CACHE.get()
     if directory is not None:
         return directory / "tuning"
@@ -58,7 +62,7 @@ def folder() -> Path:
 
 
 def key_of(fusion: Program, sizes: Mapping[str, int], platform: Platform) -> dict[str, Any]:
-    """Return the key of measurements: the fusion, the sizes and the platform that they are valid for."""
+    """Return the key of measurements: the fusion, the sizes and the platform for which they are valid."""
     return {"fusion": fusion.digest, "sizes": dict(sorted(sizes.items())), **platform.identity}
 
 
@@ -69,7 +73,7 @@ def path_of(key: Mapping[str, Any]) -> Path:
 
 
 def read(key: Mapping[str, Any]) -> Entries:
-    """Return the measurements of a key; an empty mapping if the file does not exist or cannot be used."""
+    """Return the measurements of a key. The mapping is empty if the file does not exist or cannot be used."""
     path = path_of(key)
     if path.exists() and not path.is_file():  # reading a FIFO or a device may never end
         return _ignored(path, "it is not a regular file")
@@ -113,9 +117,9 @@ def _ignored(path: Path, reason: str) -> Entries:
 
 
 def write(key: Mapping[str, Any], name: str, entries: Entries) -> Path:
-    """Add measurements to the file of a key, and return its path.
+    """Add measurements to the file of a key, and return the path of the file.
 
-    `name` is the name of the fusion. It is in the file only for people who read the file.
+    `name` is the name of the fusion. The file contains it only for people who read the file.
 
     Raises HostIRError if the folder cannot be written.
     """
@@ -148,7 +152,10 @@ def _replace(path: Path, key: Mapping[str, Any], name: str, entries: Entries) ->
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Hold the lock file of the cache, so that only one process at a time writes to the cache."""
+    """Return a context manager that holds the lock file of the cache.
+
+    So only one process at a time writes to the cache.
+    """
     # Open for reading as well: opening a FIFO for writing only would wait for a reader.
     lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o666)
     try:

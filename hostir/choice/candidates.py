@@ -1,4 +1,4 @@
-"""The candidates of a fusion on a platform: each has a host program, or a reason why it is impossible."""
+"""The candidates of a fusion on a platform. A candidate has a host program, or a reason why it is impossible."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Candidates:
     Fields:
         programs: the possible candidates, with their host programs.
         impossible: the impossible candidates, with the reasons.
-        not_overlapped: for each communication that no candidate overlaps, a clause that says why.
+        not_overlapped: a clause for each communication that no candidate overlaps. The clause says why.
     """
 
     programs: dict[Candidate, Program]
@@ -34,7 +34,7 @@ class Candidates:
 
 
 def uses_peers(program: Program) -> bool:
-    """Return True if a program accesses peers' memory."""
+    """Return True if a program accesses the memory of peers."""
     return any(s.one_sided for s in program.walk())
 
 
@@ -45,10 +45,10 @@ def candidates_of(
 
     Args:
         fusion: a program in the fusion phase.
-        platform: the platform that it will run on.
-        kernels: the only kernels to consider: one or several of `aten`, `cublas` and `triton`. `auto` considers the
-            kernels that suit the platform.
-        for_testing: include candidates that run on the platform only for testing, so that they can be measured.
+        platform: the platform that the fusion will run on.
+        kernels: the only kernels to consider: one or several of `aten`, `cublas` and `triton`. With `auto`, the kernels
+            that suit the platform are considered.
+        for_testing: True to include candidates that run on the platform only for testing, so that they can be measured.
     """
     programs: dict[Candidate, Program] = {}
     impossible: list[Impossible] = []
@@ -71,7 +71,10 @@ def candidates_of(
 
 
 def _never_overlapped(programs: Mapping[Candidate, Program]) -> tuple[str, ...]:
-    """Return a clause for each communication that no program overlaps. Sequential programs do not count."""
+    """Return a clause for each communication that no program overlaps.
+
+    The program of the strategy `sequential` does not count.
+    """
     clauses = [not_overlapped(p) for c, p in programs.items() if c.strategy != SEQUENTIAL]
     if not clauses:
         return ()
@@ -79,9 +82,9 @@ def _never_overlapped(programs: Mapping[Candidate, Program]) -> tuple[str, ...]:
 
 
 def not_overlapped(program: Program) -> dict[tuple[str, Span | None], str]:
-    """Return a clause for each communication that a program does not overlap. The clause says why.
+    """Return a clause for each communication that a program does not overlap. The clause says why it does not overlap.
 
-    The keys are the keyword and the source line of the communication.
+    The key of a clause is the keyword of the communication and its place in the source.
     """
     start = f"{NOT_OVERLAPPED}: "
     statements = [s for s in program.walk() if s.note.startswith(start)]
@@ -96,7 +99,7 @@ def _clause(s: Statement, reason: str) -> str:
 def _lowered(
     fusion: Program, platform: Platform, kernels: str | Sequence[str]
 ) -> Iterator[tuple[Candidate, Program | HostIRError]]:
-    """Yield the program of each candidate, or the error that its strategy raises."""
+    """Yield each candidate with its program, or with the error that its strategy raises."""
     for strategy, streams in [(name, n) for name, s in STRATEGIES.items() for n in s.stream_counts]:
         program: Program | HostIRError
         try:
@@ -125,9 +128,9 @@ def _signals_by_sms(program: Program) -> bool:
 
 
 def _equal_reason(program: Program, strategy: str) -> str:
-    """Return the reason to drop a candidate: its program equals the program of an earlier candidate.
+    """Return the reason to drop a candidate because its program equals the program of an earlier candidate.
 
-    `program` is the program of both candidates, and `strategy` is the strategy of the earlier one.
+    `program` is the program of both candidates, and `strategy` is the strategy of the earlier candidate.
     """
     if strategy == SEQUENTIAL:
         return next(iter(not_overlapped(program).values()), NOTHING_TO_OVERLAP)
@@ -135,10 +138,10 @@ def _equal_reason(program: Program, strategy: str) -> str:
 
 
 def asked_for(strategy: str, program: Program, kernels: str) -> tuple[Candidate, tuple[str, ...]]:
-    """Return the candidate for a strategy that the caller asked for, and notes on communications without overlap.
+    """Return the candidate for a strategy that the caller asked for, and notes on communications that do not overlap.
 
-    `program` is the result of lowering by this strategy. If it uses neither worker streams nor peers' memory, it is the
-    sequential program, and the candidate gets the strategy `sequential`.
+    `program` is the result of lowering by this strategy. If it uses neither worker streams nor the memory of peers, it
+    is the sequential program, and the candidate gets the strategy `sequential`.
     """
     if strategy == SEQUENTIAL:
         return Candidate(SEQUENTIAL, 1, kernels), ()
@@ -150,7 +153,10 @@ def asked_for(strategy: str, program: Program, kernels: str) -> tuple[Candidate,
 
 
 def _one_a_reason(impossible: Sequence[Impossible]) -> Iterable[Impossible]:
-    """Return one impossible candidate for each strategy and reason. The others differ only in streams or kernels."""
+    """Return only one impossible candidate for each pair of a strategy and a reason.
+
+    The candidates that are left out differ only in streams or kernels.
+    """
     first: dict[tuple[str, str], Impossible] = {}
     for refused in impossible:
         first.setdefault((refused.candidate.strategy, refused.reason), refused)

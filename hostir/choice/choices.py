@@ -1,4 +1,4 @@
-"""The choice of a candidate and its reasons, as plain data."""
+"""Plain data: the candidate that was chosen, and the reasons for the choice."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MEASURED, ESTIMATED, ASKED_FOR, FALLBACK = "measured", "estimated", "asked for",
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run a fusion: a strategy, a number of worker streams, and kernels."""
+    """One way to run a fusion: with a strategy, a number of worker streams, and a family of kernels."""
 
     strategy: str
     streams: int
@@ -21,7 +21,7 @@ class Candidate:
 
     @property
     def shows_streams(self) -> bool:
-        """True if the candidate's text must say how many worker streams it has, because its strategy allows several."""
+        """True if the candidate's text must contain the number of worker streams: the strategy allows several."""
         counts = STRATEGIES[self.strategy].stream_counts if self.strategy in STRATEGIES else (1,)
         return max(counts) > 1 and (self.streams > 1 or 1 not in counts)
 
@@ -35,10 +35,10 @@ class Timing:
     """The time of one call of a candidate, in microseconds, and the symmetric memory that the candidate uses.
 
     Fields:
-        us: the time that ranks the candidates. It is `eager` or `graph`, as `ranked_by` decides.
+        us: the time by which candidates are ranked. It is `eager` or `graph`; see `ranked_by`.
         eager: the time of a call that issues every statement anew.
         graph: the time of a replay of a CUDA graph; None if the candidate cannot be replayed.
-        symmetric: the bytes of symmetric memory on a rank.
+        symmetric: the number of bytes of symmetric memory on a rank.
     """
 
     candidate: Candidate
@@ -49,12 +49,12 @@ class Timing:
 
 
 def ranked_by(calls: str, eager: float | None, graph: float | None, *, captured_by_caller: bool) -> float | None:
-    """Return the time that ranks a candidate: `graph` if its calls are replays of a CUDA graph, else `eager`.
+    """Return the time by which a candidate is ranked: `graph` if its calls are replays of a CUDA graph, else `eager`.
 
-    The result is `eager` as well if `graph` is None. It is None if `eager` is also None.
+    If `graph` is None, return `eager`. The result is None if both times are None.
 
     Args:
-        calls: how calls are made, as for `hostir.choice.choose`. Calls are replays for `graph`. They are also replays
+        calls: how calls are made, as in `hostir.choice.choose`. Calls are replays for `graph`. They are also replays
             for `out`, unless `captured_by_caller` is True.
         eager, graph: the two times of the candidate, as in `Timing`.
         captured_by_caller: True if only the caller can capture the program in a CUDA graph, because executors do not.
@@ -67,8 +67,8 @@ def ranked_by(calls: str, eager: float | None, graph: float | None, *, captured_
 class Impossible:
     """A candidate that cannot be chosen, and the reason.
 
-    `warn` is True if the reason is the machine or the sizes: on another machine or for other sizes the candidate may
-    be possible. It is False if the fusion itself is the reason.
+    `warn` is True if the machine or the sizes are the reason. The candidate may then be possible on another machine or
+    for other sizes. It is False if the fusion itself is the reason.
     """
 
     candidate: Candidate
@@ -78,7 +78,7 @@ class Impossible:
 
 @dataclass(frozen=True)
 class Choice:
-    """The candidate that a fusion runs as, and why it was chosen.
+    """The candidate that was chosen for a fusion, and the reason for the choice.
 
     Fields:
         fusion: the name of the fusion.
@@ -86,7 +86,7 @@ class Choice:
         source: the reason for the choice. `measured`: the candidate was the fastest in measurements. `estimated`: it is
             the fastest by the cost model. `asked for`: the caller named its strategy. `fallback`: the program
             communicates, but only the sequential strategy is possible.
-        machine: a description of the machine that the times are valid for.
+        machine: a description of the machine for which the times are valid.
         timings: the times of the candidates, the fastest first.
         impossible: the candidates that could not be chosen, with the reasons.
         notes: further remarks, such as communications that cannot be overlapped.
@@ -114,7 +114,10 @@ class Choice:
 
     @property
     def fallbacks(self) -> tuple[str, ...]:
-        """The clauses of a fallback warning: one for each reason, with the strategies that this reason excludes."""
+        """The clauses of a fallback warning.
+
+        There is one clause for each reason, with the strategies that this reason excludes.
+        """
         strategies: dict[str, dict[str, None]] = {}
         for impossible in self.impossible:
             if impossible.warn or self.source == FALLBACK:
@@ -132,7 +135,7 @@ class Choice:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Choice:
-        """Make a choice from the result of `to_json`. Raises KeyError or TypeError for other data."""
+        """Make a choice from the data that `to_json` returns. Raise KeyError or TypeError for other data."""
         return Choice(
             data["fusion"],
             Candidate(**data["taken"]),

@@ -1,4 +1,4 @@
-"""Compile a fusion to an executor, with the caller's strategy or with the strategy that `auto` chooses."""
+"""Compile a fusion to an executor. The caller names the strategy, or lets `auto` choose it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def lower_auto(
     fusion: HasProgram | Program, streams: int | None, watch: Watcher | None, sizes: Mapping[str, int] | None
 ) -> Program:
-    """Lower a fusion with the strategy that `auto` chooses for these sizes."""
+    """Lower a fusion by the strategy that `auto` chooses for these sizes."""
     _refuse_streams(streams)
     program = fusion_of(fusion)
     choice = choose(program, sizes=sizes)
@@ -47,7 +47,7 @@ def compile(
     symmetric_limit: int | None = None,
     **options: Any,
 ) -> Executor:
-    """Compile a fusion into an executor. Its field `choice` says which strategy it runs, and why.
+    """Compile a fusion into an executor. The executor's field `choice` says which strategy it runs, and why.
 
     The strategy `auto` takes the fastest strategy. If `hostir tune` has filled the cache of this machine, measurements
     decide which strategy is the fastest. Otherwise a cost model estimates it. Under torchrun rank 0 chooses for all
@@ -60,15 +60,16 @@ def compile(
     Args:
         fusion: a `hostir.Fusion`, or a program in the fusion phase.
         strategy: `auto`, or a strategy of `lower`.
-        streams: as for `lower`. Leave it out with `auto`, which chooses the number of streams as well.
+        streams: the same as in `lower`. Leave it out with `auto`, which also chooses the number of streams.
         sizes: values of the fusion's symbols, for which the choice is made. In calls, symbols in the shapes of inputs
             may have other values. Symbols that are left out must be in the shapes of inputs.
-        kernels, machine, group: as for `Executor`. `auto` chooses the kernels as well, unless `kernels` names them.
+        kernels, machine, group: the same as in `Executor`. `auto` also chooses the kernels, unless `kernels` names
+            them.
         calls: how you will make calls on CUDA. `auto` compares the times of such calls. `out`: you pass `out=`, so the
             executor replays programs without collectives from a CUDA graph. `eager`: you do not pass `out=`. `graph`:
             you capture the calls in a CUDA graph.
-        symmetric_limit: the most bytes of symmetric memory that the program may use on a rank. By default the knob
-            HOSTIR_SYMMETRIC_LIMIT decides. `auto` chooses the fastest program within the limit.
+        symmetric_limit: the maximum number of bytes of symmetric memory that the program may use on a rank. By default
+            the knob HOSTIR_SYMMETRIC_LIMIT decides. `auto` chooses the fastest program within the limit.
         options: further options of `Executor`: `seed`, `trace`, `check`, `timeout`, `graphs`, `compare_calls`.
 
     Raises HostIRError if `auto` cannot choose because a size has no value and does not follow from the inputs.
@@ -107,9 +108,9 @@ def compiled(
     options: Mapping[str, Any] = MappingProxyType({}),
     warn: bool = True,
 ) -> Executor:
-    """Compile as `compile` does, with the same arguments. If `warn` is False, there are no fallback warnings.
+    """Compile as `compile` does, with the same arguments. If `warn` is False, give no fallback warnings.
 
-    `options` are further options of `Executor`.
+    `options` holds further options of `Executor`.
     """
     from hostir.call.executor import Executor
 
@@ -178,6 +179,9 @@ def _refuse_streams(streams: int | None) -> None:
 
 
 def _sizes_without_inputs(program: Program, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the sizes that are in no input's shape. Executors take all other sizes from the inputs of each call."""
+    """Return the sizes that are in the shape of no input.
+
+    Executors take all other sizes from the inputs of each call.
+    """
     in_shapes = {name for value in program.inputs for name in value.tensor.names}
     return {name: size for name, size in sizes.items() if name in program.size_names - in_shapes}

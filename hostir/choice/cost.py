@@ -1,7 +1,7 @@
-"""The tasks of a host program for the cost model: the work of each task, and the tasks that it waits for.
+"""The tasks of a host program for the cost model. A task has its work, and the tasks that it waits for.
 
-Each rank's program is unrolled as for a run, and every operation becomes a task. So the cost model sees exactly what
-machines run, and knows nothing about strategies.
+Each rank's program is unrolled as for a run, and every operation becomes a task. So the cost model sees exactly the
+operations that machines run, and knows nothing about strategies.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ F32 = 4  # bytes
 
 @dataclass(frozen=True)
 class Nothing:
-    """No work: the task only waits for other tasks."""
+    """No work. The task only waits for other tasks."""
 
 
 @dataclass(frozen=True)
 class Pause:
     """A fixed time on a stream: a `delay`, or a signal if `sender` is not empty.
 
-    Senders of a signal are `stream` (the stream itself, or a computation), `kernel` (a kernel that does nothing else),
-    and `copies` (the kernel that makes the copies before the signal; the signal takes no extra time).
+    `sender` says what sends the signal. `stream`: the stream itself, or a computation. `kernel`: a kernel that does
+    nothing else. `copies`: the kernel that makes the copies before the signal; the signal then takes no extra time.
     """
 
     microseconds: float = 0.0
@@ -65,9 +65,9 @@ class Traffic:
     """A computation that is bound by memory.
 
     Fields:
-        bytes: the bytes that a single kernel for the computation reads and writes.
+        bytes: the number of bytes that one kernel for the complete computation reads and writes.
         aten_kernels: the number of kernels that ATen launches for the computation.
-        aten_bytes: the bytes that ATen's kernels read and write together; 0 if they are as many as `bytes`.
+        aten_bytes: the number of bytes that ATen's kernels together read and write; 0 if it is equal to `bytes`.
     """
 
     bytes: int
@@ -77,12 +77,12 @@ class Traffic:
 
 @dataclass(frozen=True)
 class CostTransfer:
-    """A collective or messages of a team.
+    """A collective of a team, or messages of a team.
 
     Fields:
         collective: the keyword of the collective, or `messages`.
-        bytes: the size of the gathered, summed or exchanged tensor.
-        ranks: the size of the team.
+        bytes: the number of bytes of the gathered, summed or exchanged tensor.
+        ranks: the number of ranks of the team.
     """
 
     collective: str
@@ -92,15 +92,15 @@ class CostTransfer:
 
 @dataclass(frozen=True)
 class CostCopy:
-    """A copy to a peer, or from it.
+    """A copy to a peer, or from a peer.
 
     Fields:
-        bytes: the size of the copy.
+        bytes: the number of bytes of the copy.
         peer: the rank at the other end.
         to_peer: True for a copy to `peer`, False for a copy from it.
         sms: the number of SMs of the kernel that copies; 0 for a copy engine.
         first: True for the first copy of a kernel.
-        in_matmul: True if a Triton matmul can store its result to the peer itself.
+        in_matmul: True if a Triton matmul can store its result directly to the peer.
     """
 
     bytes: int
@@ -123,14 +123,17 @@ TaskWork = Nothing | Pause | Gemm | Traffic | CostTransfer | CostCopy | CostBarr
 
 @dataclass(eq=False)
 class CostTask:
-    """An operation that a rank issues to a lane: one of its streams, or the sequence of a team's communications.
+    """An operation that a rank issues to a lane.
+
+    A lane is a stream of the rank, or the sequence of a team's communications.
 
     Fields:
         after: the tasks on its lane that end before it begins.
         joins: the tasks on other lanes that end before it begins.
-        partners: the tasks of all ranks for the same collective or barrier, including this one; they begin together.
-        blocks: for a computation that waits for flags: the signals of each block, in the order of computation.
-        raises: for a computation that raises flags: its signals, in the order in which it computes their blocks.
+        partners: the tasks of all ranks for the same collective or barrier, including this task. They begin together.
+        blocks: the signals of each block that the task waits for, in the order of computation. Only a computation that
+            waits for flags has blocks.
+        raises: the signals of the flags that the task raises, in the order in which it computes their blocks.
         overlapped_sms: the number of SMs that copies take while it runs.
         reserved_sms: the number of SMs that it leaves to signals.
         launches: how often the host issues each operation for this task, by a key of `Hardware.launch`. It counts all
@@ -154,7 +157,7 @@ FlagKey = tuple[int, Any, int]  # (rank, symmetric buffer, element)
 
 @dataclass
 class Shared:
-    """State that the tasks of all ranks share: flags, waits for flags, and tasks that begin together."""
+    """State that the ranks share while their tasks are built: flags, waits for flags, and tasks that begin together."""
 
     flags: dict[FlagKey, list[tuple[int, CostTask]]] = field(default_factory=dict)  # (epoch, signal)
     waits: list[tuple[CostTask, int | None, FlagKey, int]] = field(default_factory=list)  # (task, block, flag, epoch)
@@ -162,7 +165,7 @@ class Shared:
 
 
 class Registers:
-    """The registers of one rank's unrolled program: their bytes and flags, and the work of computations on them."""
+    """The registers of one rank's unrolled program: their bytes, their flags, and the work of computations on them."""
 
     def __init__(self, unrolled: UnrolledProgram) -> None:
         self.unrolled = unrolled
@@ -171,7 +174,7 @@ class Registers:
         }
 
     def total(self, registers: Sequence[int]) -> int:
-        """Return the bytes of several registers together."""
+        """Return the total number of bytes of some registers."""
         return sum([self.bytes[register] for register in registers])
 
     def flag(self, flags: int, slot: int) -> FlagKey:
@@ -181,10 +184,10 @@ class Registers:
         return home.rank, home.home, row.offset + slot * row.strides[0]
 
     def gemm(self, op: ComputeOp, local_rows: int) -> Gemm:
-        """Return the matmul of an operation, as the cost model describes it.
+        """Return the matmul of an operation in the form that the cost model uses.
 
-        `local_rows` is the number of rows that this rank stores apart from the gathered rows; 0 if it stores none
-        apart.
+        `local_rows` is the number of rows of this rank that are stored in a separate tensor, not with the gathered
+        rows; 0 if there are no such rows.
         """
         out, ready = self.unrolled.layouts[op.out], op.ready
         rows, k = prod(out.shape[:-1]), self.unrolled.layouts[op.operands[0]].shape[-1]
@@ -215,7 +218,7 @@ class Registers:
         return Traffic(bytes_once, 2 + additions + activation, prod(out.shape) * an_element)
 
     def gemm_dtype(self, op: ComputeOp) -> str:
-        """Return the dtype of a matmul's operands, as `Gemm` names it."""
+        """Return the name that `Gemm` uses for the dtype of a matmul's operands."""
         layouts, (a, _, *scales) = self.unrolled.layouts, op.operands
         name = self.unrolled.dtypes[layouts[a].buffer].name
         if name not in FP8:
@@ -246,7 +249,10 @@ class RankTasks:
             self.issue(CALLER, Traffic(0), launch="compute")
 
     def issue(self, lane: Any, work: TaskWork, *joins: CostTask | None, launch: str = "") -> CostTask:
-        """Add a task after the latest one of its lane, and after `joins`."""
+        """Add a task that follows the latest task of its lane and the tasks `joins`; return it.
+
+        `launch` is the key of the operation that the host issues for the task.
+        """
         if isinstance(lane, int) and lane != self.stream:
             self.stream = lane
             self.launch("stream")
@@ -262,7 +268,7 @@ class RankTasks:
     def meet(self, task: CostTask, *key: Any) -> None:
         """Make a task begin together with the tasks of other ranks for the same collective or barrier.
 
-        `key` names the kind of task and the team.
+        `key` consists of the kind of task and the team.
         """
         self.counts[key] += 1
         partners = self.shared.meetings.setdefault((*key, self.counts[key]), [])
@@ -270,7 +276,7 @@ class RankTasks:
         task.partners = partners
 
     def launch(self, operation: str) -> None:
-        """Count an operation that the host issues after the latest task. The next task gets the counts."""
+        """Count an operation that the host issues after the latest task. The count becomes a part of the next task."""
         self.launches[operation] = self.launches.get(operation, 0) + 1
 
     def allocate(self, op: AllocateOp) -> None:
@@ -284,7 +290,7 @@ class RankTasks:
         self.launch("view")
 
     def nothing(self, op: SymmetricOp) -> None:
-        """Do nothing: symmetric buffers exist before a call."""
+        """Add no task, because symmetric buffers exist before a call."""
 
     def compute(self, op: ComputeOp) -> None:
         contracts, ready = op.place.statement.contracts, op.ready
@@ -300,7 +306,7 @@ class RankTasks:
             self.raise_flags(task, op, op.done)
 
     def wait_for_blocks(self, task: CostTask, op: ComputeOp, ready: Ready) -> None:
-        """Let a task wait for the flags of its blocks while it runs."""
+        """Make a task wait, while it runs, for the flags of its blocks."""
         task.overlapped_sms, task.reserved_sms = ready.overlapped_sms, ready.reserved_sms
         if ready.overlapped_sms:
             first = self.pushed[op.stream]
@@ -311,7 +317,7 @@ class RankTasks:
                 self.shared.waits.append((task, turn, self.registers.flag(ready.flags, slot), ready.epoch))
 
     def raise_flags(self, task: CostTask, op: ComputeOp, done: Done) -> None:
-        """Let a task raise one flag after each block of its result."""
+        """Make a task raise one flag after each block of its result."""
         order = done.order
         if op.ready is not None:  # it computes in the order of the blocks that it waits for
             first = -(-op.ready.first * done.blocks // op.ready.results)
@@ -334,7 +340,7 @@ class RankTasks:
         self.communicate(op, CostTransfer("messages", largest, len(op.team)), op.collective)
 
     def communicate(self, op: CollectiveOp | MessagesOp, transfer: CostTransfer, collective: bool = True) -> CostTask:
-        """Issue a communication after the latest task of its stream, on the lane of its team."""
+        """Add a communication on the lane of its team, after the latest task of its stream; return its task."""
         before = self.last.get(op.stream)
         task = self.issue(("team", op.team, collective), transfer, before, launch="communicate")
         self.communications[op.handle] = task
@@ -410,7 +416,7 @@ TASKS: dict[type[Op], Callable[[RankTasks, Any], None]] = {
 
 @uncollected()
 def tasks_of(program: Program, sizes: Mapping[str, int]) -> list[CostTask]:
-    """Return the tasks of all ranks, rank by rank, in the order in which a rank issues them.
+    """Return the tasks of all ranks, rank by rank, in the order in which each rank issues them.
 
     Raises HostIRError if the sizes do not fit the program.
     """

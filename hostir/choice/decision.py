@@ -63,15 +63,15 @@ def choose(
         fusion: a `hostir.Fusion`, or a program in the fusion phase.
         sizes: the sizes to choose for: a value for each of the fusion's symbols.
         kernels: the only kernels to consider: `aten`, `cublas` or `triton`. By default the knob HOSTIR_KERNELS decides.
-        machine: `local`, `gloo` or `cuda`, as for `Executor`.
-        group: the ranks that run it, as for `Executor`.
+        machine: `local`, `gloo` or `cuda`, as in `Executor`.
+        group: the ranks that run the fusion, as in `Executor`.
         calls: how the caller will make calls on CUDA. The times of such calls are compared. `out`: the caller passes
             `out=`, so the executor replays programs without collectives from a CUDA graph. `eager`: the caller does not
             pass `out=`. `graph`: the caller captures the calls in a CUDA graph.
-        symmetric_limit: the most bytes of symmetric memory on a rank. By default the knob HOSTIR_SYMMETRIC_LIMIT
-            decides.
-        warn: True if rank 0 warns of strategies and overlaps that are not possible here. Pass False to report them
-            in another way.
+        symmetric_limit: the maximum number of bytes of symmetric memory on a rank. By default the knob
+            HOSTIR_SYMMETRIC_LIMIT decides.
+        warn: True if rank 0 warns of strategies and overlaps that are not possible here. Pass False to report them in
+            another way.
 
     Raises HostIRError for sizes that are not bound, and if there are fewer ranks than the fusion needs.
     """
@@ -120,7 +120,10 @@ def decider_for(
     symmetric_limit: int | None,
     group: Any = None,
 ) -> Decider:
-    """Return a decider for a fusion on this machine; the arguments are as for `choose`. All ranks call it together."""
+    """Return a decider for a fusion on this machine. All ranks call this together.
+
+    The arguments are the same as in `choose`.
+    """
     check_known("kind of calls", calls, CALLS)
     platform = platform_here(machine_name(machine, group), program.ranks, group)
     check_ranks(program, platform)
@@ -131,7 +134,7 @@ def from_rank_0(machine: str | None, group: Any, decide: Callable[[], dict[str, 
     """Call `decide` on rank 0 of the group, and return its result on all ranks.
 
     The second result is True on rank 0, which warns for all ranks. If ranks are simulated, or if this process is the
-    only rank, call `decide` here and return True.
+    only rank, call `decide` in this process, and return True as the second result.
     """
     from hostir.job.guest import session_of
 
@@ -145,7 +148,7 @@ def from_rank_0(machine: str | None, group: Any, decide: Callable[[], dict[str, 
 def machine_name(machine: str | None, group: object = None) -> str:
     """Return the name of the machine on which an `Executor` with these arguments runs.
 
-    It is the argument `machine` if the caller names one. Otherwise it is `gloo` or `cuda` under torchrun, and `local`
+    It is the argument `machine` if this is not None. Otherwise it is `gloo` or `cuda` under torchrun, and `local`
     (simulated ranks) elsewhere.
     """
     if machine is not None:
@@ -160,7 +163,7 @@ def machine_name(machine: str | None, group: object = None) -> str:
 
 
 def rank_here(machine: str | None, group: Any = None) -> int | None:
-    """Return this process's rank in the group; None if ranks are simulated."""
+    """Return the rank of this process in the group; None if ranks are simulated."""
     from hostir.job.guest import session_of
 
     if machine_name(machine, group) == SIMULATED:
@@ -172,21 +175,21 @@ def rank_here(machine: str | None, group: Any = None) -> int | None:
 def decide(
     program: Program, platform: Platform, sizes: Mapping[str, int], kernels: str = "auto", calls: str = "out"
 ) -> Choice:
-    """Choose a candidate for any platform, with the measurements in this process's cache.
+    """Choose a candidate for any platform, by the measurements in this process's cache.
 
-    `sizes`, `kernels` and `calls` are as for `choose`.
+    `sizes`, `kernels` and `calls` are the same as in `choose`.
     """
     return Decider(program, platform, kernels, calls).choice(sizes)
 
 
 class Decider:
-    """Chooses a candidate of one fusion on one platform, for one set of sizes after another.
+    """Chooses a candidate of one fusion on one platform. It can choose for several sets of sizes, one after another.
 
     Args:
         program: the fusion.
-        platform: the platform that it will run on.
-        kernels, calls: as for `choose`.
-        limit: the most bytes of symmetric memory that a program may use on a rank; None for no limit.
+        platform: the platform that the fusion will run on.
+        kernels, calls: the same as in `choose`.
+        limit: the maximum number of bytes of symmetric memory that a program may use on a rank; None for no limit.
     """
 
     def __init__(
@@ -205,7 +208,10 @@ class Decider:
 
     @cached_property
     def candidates(self) -> Candidates:
-        """The candidates to choose from without measurements. Raises HostIRError if no strategy lowers the fusion."""
+        """The candidates that can be chosen without measurements.
+
+        Raises HostIRError if no strategy lowers the fusion.
+        """
         candidates = candidates_of(self.program, self.platform, self.kernels)
         if not candidates.programs:
             lower(self.program, SEQUENTIAL)  # raises the reason
@@ -213,7 +219,7 @@ class Decider:
 
     @cached_property
     def measurable(self) -> Candidates:
-        """The candidates that can be measured. On a CPU they include candidates that run there only for testing."""
+        """The candidates that can be measured. On a CPU they include candidates that run on it only for testing."""
         return candidates_of(self.program, self.platform, self.kernels, for_testing=True)
 
     def measurements(self, sizes: Mapping[str, int]) -> Entries:
@@ -225,7 +231,7 @@ class Decider:
     def choice(self, sizes: Mapping[str, int], entries: Entries | None = None) -> Choice:
         """Return the choice for these sizes: the fastest candidate by measurements if there are any, else by estimates.
 
-        `entries` are the measurements; None for the measurements in this process's cache.
+        `entries` holds the measurements; None stands for the measurements in this process's cache.
         """
         candidates = self.candidates
         notes = list(candidates.not_overlapped)
@@ -245,7 +251,7 @@ class Decider:
         return programs[candidate] if candidate in programs else self.measurable.programs[candidate]
 
     def fits(self, program: Program, sizes: Mapping[str, int]) -> bool:
-        """Return True if a candidate's program can run with these sizes and stays within the limit."""
+        """Return True if a candidate's program can run with these sizes and stays within the memory limit."""
         if program.misfits(sizes):
             return False
         return self.limit is None or symmetric_bytes(program, sizes) <= self.limit
@@ -253,9 +259,10 @@ class Decider:
     def _measured(
         self, sizes: Mapping[str, int], entries: Entries
     ) -> tuple[tuple[Timing, ...], tuple[Impossible, ...]] | None:
-        """Return the measured times of the candidates' current programs, and the impossible candidates.
+        """Return the measured times of candidates, and the impossible candidates.
 
-        Return None if none of the current programs was measured.
+        Only measurements of the programs that the candidates have now are valid. Return None if there is no valid
+        measurement.
         """
         if not entries:
             return None
@@ -288,7 +295,10 @@ def _communicates(programs: Iterable[Program]) -> bool:
 
 
 def symmetric_bytes(program: Program, sizes: Mapping[str, int]) -> int:
-    """Return the most bytes of symmetric memory that a program uses on any rank. Gaps between buffers do not count."""
+    """Return the number of bytes of symmetric memory that a program uses on the rank that uses most of it.
+
+    Gaps between buffers do not count.
+    """
     if not uses_peers(program):
         return 0
     ranks = {mesh.devices[0] for mesh in program.meshes}  # all ranks of a mesh use the same number of bytes
@@ -296,7 +306,7 @@ def symmetric_bytes(program: Program, sizes: Mapping[str, int]) -> int:
 
 
 def _too_large(symmetric: int, limit: int | None) -> str:
-    """Return the reason to refuse a program that uses `symmetric` bytes on a rank; empty if the limit allows them."""
+    """Return the reason to refuse a program that uses `symmetric` bytes on a rank; empty if this is within `limit`."""
     if limit is None or symmetric <= limit:
         return ""
     return f"it takes {amount(symmetric)} of symmetric memory on a rank, and the limit is {amount(limit)}"
@@ -352,7 +362,7 @@ def _timing(
 
 
 def log_choice(choice: Choice) -> None:
-    """Log a choice, the next best candidates, the impossible strategies and the communications without overlap."""
+    """Log a choice, the next best candidates, the impossible strategies and the communications that do not overlap."""
     if not LOG.isEnabledFor(logging.INFO):
         return
     next_best = "".join(f"; '{timing.candidate}' {timing.us:.0f} us" for timing in choice.timings[1:3])
@@ -362,7 +372,7 @@ def log_choice(choice: Choice) -> None:
 
 
 def warn_fallbacks(program: Program, choice: Choice, group: Any = None) -> None:
-    """Warn that strategies or overlaps are not possible here. Rank 0 warns, once for each fusion and reason."""
+    """Warn that strategies or overlaps are not possible here. Only rank 0 warns, once for each fusion and reason."""
     first = None if group is None else rank_here(None, group) == 0
     hint = "'hostir explain' lists all ways to run it, with their times or the reasons why they are not possible"
     if choice.source == ASKED_FOR:
@@ -374,7 +384,7 @@ def warn_fallbacks(program: Program, choice: Choice, group: Any = None) -> None:
 
 
 def _encoded(decide: Callable[[], dict[str, Any]]) -> str:
-    """Call `decide`, and encode its result or its error for the other ranks."""
+    """Call `decide`. Return its result or its error as a text for the other ranks."""
     try:
         return json.dumps(decide())
     except HostIRError as refusal:
@@ -385,7 +395,7 @@ def _encoded(decide: Callable[[], dict[str, Any]]) -> str:
 
 
 def _decoded(text: str) -> dict[str, Any]:
-    """Decode the text that `_encoded` returns. Return the result of `decide`, or raise its error again."""
+    """Decode the text that `_encoded` returns. Return the result of `decide`, or raise its error."""
     data: dict[str, Any] = json.loads(text)
     if "refusal" in data:
         message, expected, hint = data["refusal"]

@@ -1,25 +1,25 @@
-"""Known machines: the constants of their GPUs for the cost model, and the measurements that they come from.
+"""Known machines: the constants of their GPUs for the cost model, and the measurements from which they come.
 
 The constants of H200 were measured one by one:
 
 - Peaks, tiles and `throttle` are fitted to matmuls that run alone, as benchmarks/matmul.py and
   benchmarks/allgather_matmul.py time them. The constants of the Triton matmul are in hostir/kernels/matmul/tiles.py.
 - The constants of collectives are fitted to all-gathers that run alone, of 0.5 to 540 MB on 2, 4 and 8 ranks, and to
-  benchmarks/patterns.py. That benchmark also shows how much slower a matmul is beside a collective.
+  benchmarks/patterns.py. That benchmark also shows how much slower a matmul is while a collective runs.
 - `copy`, `link` and `signal` come from a chain of copies in a CUDA graph, each followed by a signal: a copy and its
-  signal take 10.8 us for 2 MiB, 16.3 us for 4 MiB and 27.2 us for 8 MiB. `edge` comes from the first copy of the
-  chain, which begins 10 us after the launch.
+  signal take 10.8 us for 2 MiB, 16.3 us for 4 MiB and 27.2 us for 8 MiB. `edge` comes from the first copy of the chain,
+  which begins 10 us after the launch.
 - `kernel_signal` comes from a chain in which kernels on another stream send the signals: every copy takes 3 us less.
 - `poll` comes from fused calls. They take 4 to 21 us more than their first copy and their matmul together. With at most
   512 rows, they end 15 to 20 us later than one tile after the arrival of the last rows.
 - `push` and `sm_rate` come from calls of the strategy `push` on 2 and 4 ranks, with 64 to 4096 rows.
 - Host times, `host_lead` and `low_latency` are fitted to the results of benchmarks/allgather_matmul.py, on hosts that
-  have nothing else to do. Host times vary by a factor of three, from row to row and from run to run.
+  have nothing else to do. Host times vary by a factor of three between row counts and between runs.
 
 The constants of H100 are fitted together, by coordinate descent, to the times of the candidates of
-benchmarks/results/2xH100 in CUDA graphs, with 64 to 16,384 rows. The fit minimizes the mean square of
-log(estimate / time); candidates near the fastest of their row count most. `python -m benchmarks.regret` prints what a
-choice by these estimates loses.
+benchmarks/results/2xH100 in CUDA graphs, with 64 to 16,384 rows. The fit minimizes the mean square of log(estimate /
+time). Candidates that are nearly the fastest for their row count have the largest weights.
+`python -m benchmarks.regret` prints the time that is lost if the choice follows these estimates.
 
 tests/choice/peers_reduce_scatter.json has the times of reduce-scatters and all-reduces after a matmul on 2 GPUs. No
 constant is fitted to these times. From 128 rows on, estimates of NCCL after cuBLAS are 0.99 to 1.08 times the measured
@@ -40,12 +40,12 @@ from hostir.kernels.matmul.tiles import Tile, candidates
 
 @dataclass(frozen=True)
 class Kernels:
-    """A family of matmul kernels on one GPU: the tiles that it chooses from, and its speed with them.
+    """A family of matmul kernels on one GPU: the tiles that it chooses from, and the speed of its kernels.
 
     Fields:
         tiles: the tiles of each dtype.
         rates: the rates of the kernels on this GPU at full clock.
-        start: microseconds to start and end a kernel.
+        start: the microseconds that it takes to start and end a kernel.
         busy_sms: the number of SMs that a matmul loses while a collective runs, by the collective's name.
     """
 
@@ -66,7 +66,7 @@ class Hardware:
         begin: the time from the launch of a call until its first kernel computes; 0 if the `start` of each kernel
             includes it.
         collective: the fixed time of a collective.
-        low_latency: the fixed time of a collective by a low-latency protocol, which has a third of the rate.
+        low_latency: the fixed time of a collective by a low-latency protocol. Such a protocol has a third of the rate.
         rates: the rate of each collective, counting the bytes that leave a rank and half of the bytes that it keeps.
         during_computation: the share of the rate of each collective that is left while a computation runs.
         copy: the fixed time of a copy by a copy engine.
@@ -78,16 +78,16 @@ class Hardware:
         barrier: the time of a barrier across ranks.
         signal: the time of a signal to another rank.
         kernel_signal: the time from the end of a copy until a kernel on another stream has set the flag for the copy.
-        edge: the time from the end of a task until a task on another stream that waits for it starts.
+        edge: the time from the end of a task until the start of a task on another stream that waits for it.
         flag_wait: the time between two matmuls on a stream if the stream waits for a flag between them.
-        poll: the time until a kernel that polls flags multiplies. It counts from the start of the kernel, or from the
-            signal if the signal comes later.
+        poll: the time until a kernel that polls flags begins to multiply. It counts from the start of the kernel, or
+            from the signal if the signal comes later.
         launch: the time in which the host issues one operation of each name, if no CUDA graph replays it. `flags` is
             the extra time of a Triton matmul that waits for flags. `call` is the fixed time of a call.
         host_lead: the host time that does not count, because the device is still busy with earlier work when a call
             begins. In benchmarks the earlier work is 90 us in which L2 is overwritten. The time that the device needs
             after the last launch is already subtracted.
-        source: where the constants come from.
+        source: the origin of the constants.
     """
 
     name: str
@@ -248,12 +248,18 @@ REFERENCE = H200
 
 
 def hardware_of(gpu: str) -> Hardware | None:
-    """Return the constants of a GPU by its driver's name, such as "NVIDIA H200"; None for an unknown GPU."""
+    """Return the constants of a GPU, such as "NVIDIA H200"; None for an unknown GPU.
+
+    `gpu` is the name that the driver reports.
+    """
     return next((h for name, h in KNOWN.items() if name in gpu.lower()), None)
 
 
 def parse_machine(text: str) -> tuple[Hardware, int | None]:
-    """Parse a value of `--machine`, such as `h200x8`. Return the hardware, and the number of ranks or None."""
+    """Parse a value of `--machine`, such as `h200x8`. Return the hardware and the number of ranks.
+
+    The number is None if the value has none.
+    """
     name, _, count = text.lower().partition("x")
     if name not in KNOWN or (count and (not count.isdecimal() or int(count) < 1)):
         raise error(

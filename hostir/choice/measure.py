@@ -1,8 +1,8 @@
-"""Time candidates on this machine: in turn, on random inputs, with all ranks synchronized.
+"""Time candidates on this machine. They run in turn, on random inputs, with all ranks synchronized.
 
 Every candidate must give the results of the sequential program, up to rounding. Otherwise it is not timed. Each rank
 takes the median of many runs, and the slowest rank's median is the time of the candidate. On CUDA, L2 is flushed before
-each run, and events measure eager calls and replays of a CUDA graph. On a CPU, the wall clock measures.
+each run, and events measure eager calls and replays of a CUDA graph. On a CPU, the wall clock measures calls.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ Progress = Callable[[str], None]
 
 @dataclass
 class Subject:
-    """A candidate to measure, its executor and its times. `failure` says why it cannot be measured."""
+    """A candidate to measure, with its executor and its times.
+
+    `failure` says why it cannot be measured. It is empty if the candidate can be measured.
+    """
 
     candidate: Candidate
     program: Program
@@ -66,10 +69,10 @@ def measure(
     seed: int = 0,
     progress: Progress = lambda _: None,
 ) -> dict[Candidate, Entry]:
-    """Return the measurement of each candidate. All ranks call it with equal arguments and get equal results.
+    """Return the measurement of each candidate. All ranks call this with equal arguments, and get equal results.
 
     Args:
-        programs: the programs by candidate. The first one must be sequential: the others must give its results.
+        programs: the programs by candidate. The first program must be sequential. The others must give its results.
         sizes: values of the programs' symbols.
         session: the job that runs the programs.
         runs: the number of timed runs of each program; by default 30 on CUDA and 7 on a CPU.
@@ -121,7 +124,7 @@ def _first_problem(session: Session, problem: str) -> str:
 
 
 def _prepare(subject: Subject, sizes: Mapping[str, int], session: Session) -> None:
-    """Make the executor of a candidate. If a rank cannot make it, no rank measures the candidate."""
+    """Make the executor of a candidate. If one rank cannot make it, no rank measures the candidate."""
     problem = ""
     try:
         known = {name: size for name, size in sizes.items() if name in subject.program.size_names}
@@ -144,7 +147,7 @@ def _check(
     session: Session,
     progress: Progress,
 ) -> None:
-    """Compare the results of every candidate with the results of the first, with different inputs in each call."""
+    """Compare the results of every candidate with the results of the first one. Each call has different inputs."""
     first = subjects[0]
     expected = [_copied(_call(first.executor, parts)) for parts in inputs]
     for subject in subjects:
@@ -157,10 +160,10 @@ def _check(
 
 
 def _refusal(executor: Executor | None, inputs: Sequence[Part], session: Session) -> str:
-    """Make the first call of a program. Return the error of a rank that refuses it; empty if all ranks run the call.
+    """Make the first call of a program. Return the error of a rank that refuses the call; empty if all ranks run it.
 
     The watchdog would end the job at an error, so it is off during the call. If a rank hangs here, the other ranks end
-    after `PATIENCE`.
+    after `PATIENCE` seconds.
     """
     assert executor is not None
     watchdog, executor.watchdog = executor.watchdog, None
@@ -177,7 +180,7 @@ def _refusal(executor: Executor | None, inputs: Sequence[Part], session: Session
 def _mismatch(
     results: Sequence[Sequence[Part]], expected: Sequence[Sequence[Part]], allowed: float, session: Session
 ) -> str:
-    """Return why results are wrong on some rank; an empty string if they are right on all ranks."""
+    """Return the reason why results are wrong on some rank; an empty string if they are right on all ranks."""
     calls = zip(results, expected, strict=True)
     errors = [_error(x, y) for outputs, right in calls for x, y in zip(outputs, right, strict=True)]
     worst = max((float(text) for text in _exchange(session, repr(max(errors, default=0.0)))), key=_badness)
@@ -187,7 +190,7 @@ def _mismatch(
 
 
 def _badness(error: float) -> tuple[bool, float]:
-    """Return a sort key for errors: NaN is worse than any number."""
+    """Return a key by which errors are sorted. NaN is worse than any number."""
     return error != error, error
 
 
@@ -221,10 +224,10 @@ def closeness(program: Program, sizes: Mapping[str, int]) -> float:
 
 
 class WallClock:
-    """Times runs on a CPU, where a run has ended when its function returns."""
+    """Times runs on a CPU. A run has ended when its function returns."""
 
     def run(self, work: Work) -> Callable[[], float]:
-        """Run once, with all ranks starting together. Return a function that returns the time in microseconds."""
+        """Run `work` once; all ranks start together. Return a function that returns the time in microseconds."""
         dist.barrier()
         begin = time.perf_counter()
         work()
@@ -235,7 +238,7 @@ class WallClock:
 class CudaClock:
     """Times runs on a GPU with two events.
 
-    Before the first event it flushes L2, and runs a collective to synchronize the ranks.
+    Before the first event, L2 is flushed and a collective synchronizes the ranks.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -243,7 +246,7 @@ class CudaClock:
         self.line = torch.zeros(1, device=device)
 
     def run(self, work: Work) -> Callable[[], float]:
-        """Run once, as `WallClock.run` does. The host does not wait for the device."""
+        """Run `work` once, as `WallClock.run` does. The host does not wait for the device."""
         start, end = _event(), _event()
         self.flush.zero_()
         dist.all_reduce(self.line)
@@ -268,7 +271,10 @@ Timer = WallClock | CudaClock
 def _run_in_turn(
     works: Mapping[Candidate, Work], clock: Timer, session: Session, runs: int, warm: int
 ) -> dict[Candidate, float]:
-    """Return the time of each candidate. Candidates run in turn, so that drift and heat affect all equally."""
+    """Return the time of each candidate.
+
+    Candidates run in turn, so that drift and heat affect all candidates equally.
+    """
     for work in works.values():
         for _ in range(warm):
             work()
@@ -290,7 +296,10 @@ def _replays(
     session: Session,
     runs: int,
 ) -> None:
-    """Time replays of the candidates that can be captured in a CUDA graph and give right results when replayed."""
+    """Time replays of candidates in CUDA graphs.
+
+    These are the candidates that can be captured, and that give right results when they are replayed.
+    """
     expected = _copied(_call(subjects[0].executor, inputs))
     with contextlib.ExitStack() as graphs:
         works: dict[Candidate, Work] = {}
@@ -312,10 +321,11 @@ def _replays(
 
 @contextlib.contextmanager
 def _replay(subject: Subject, inputs: Sequence[Part], outputs: Sequence[Part]) -> Iterator[Work | None]:
-    """Yield a function that replays a CUDA graph of a candidate; None if the candidate cannot be captured.
+    """Return a context manager. It provides a function that replays a CUDA graph of a candidate.
 
-    An executor captures calls with `out=` itself, unless they communicate through NCCL. Then this function captures
-    them, as a caller would. The graph is destroyed at the end of the block: NCCL cannot shut down while it is alive.
+    The function is None if the candidate cannot be captured. An executor itself captures calls with `out=`, unless they
+    communicate through NCCL. In that case `_replay` captures the call, as a caller would. The graph is destroyed at the
+    end of the block, because NCCL cannot shut down while the graph exists.
     """
 
     def call() -> None:

@@ -1,6 +1,6 @@
 """Find the communications of an unrolled program that may run at the same time as its computations.
 
-Only the order of the operations on the rank's streams decides, as it does when a machine runs them.
+Only the order of the operations on the rank's streams decides, as on the machine that runs them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ def overlaps(unrolled: UnrolledProgram) -> Iterator[tuple[Op, list[ComputeOp]]]:
 
 
 def _parallel_computations(unrolled: UnrolledProgram, position: int) -> list[ComputeOp]:
-    """Return the computations that may run while the communication at this position runs."""
+    """Return the computations that may run at the same time as a communication.
+
+    `position` is the index of the communication in the list of operations.
+    """
     ops, order = unrolled.ops, unrolled.order
     handle = ops[position].starts
     ends = [at for at, op in enumerate(ops) if handle and op.awaits == handle] if handle else [position]
@@ -37,7 +40,10 @@ def _parallel_computations(unrolled: UnrolledProgram, position: int) -> list[Com
 
 
 def _starts_before_the_end(unrolled: UnrolledProgram, at: int, copy: int) -> bool:
-    """Return True if the computation at `at` may start before the copy at `copy`, on the same stream, has ended."""
+    """Return True if the computation at index `at` may start before the copy at index `copy` has ended.
+
+    Both must be on the same stream.
+    """
     ops = unrolled.ops
     if not ops[at].starts_early or ops[copy].stream != ops[at].stream or copy > at:
         return False
@@ -46,9 +52,9 @@ def _starts_before_the_end(unrolled: UnrolledProgram, at: int, copy: int) -> boo
 
 
 def overlap_clauses(unrolled: UnrolledProgram) -> tuple[str, ...]:
-    """Return one clause for each type of communication: how many of them overlap, and with which computations.
+    """Return one clause for each type of communication. It says how many of them overlap, and with which computations.
 
-    A program without communications gives one clause that says so.
+    If the program has no communication, the only clause says so.
     """
     counts: Counter[str] = Counter()
     overlapping: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""Platforms that programs run on: GPUs, links and versions, and reasons against accesses to peers' memory."""
+"""Platforms that programs run on: their GPUs, links and versions, and reasons not to access the memory of peers."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class Platform:
 
     Fields:
         machine: the machine of the executor: `cuda`, `gloo` or `local`. It is `elsewhere` for a platform that is not
-            here: only the constants of its hardware are known.
+            the platform of this process. Only the constants of its hardware are then known.
         name: the name of the GPU, or of the CPU.
         ranks: the number of ranks.
         link: the link between ranks: `nvlink`, `peer access`, `no peer access`, `several hosts`, `one host` (CPU) or
             `alone`.
-        versions: the versions of everything that a time depends on.
+        versions: the versions of everything that times depend on.
         hardware: the constants that estimates use.
-        refuses: why ranks should not access each other's memory here; empty if they may.
-        runs_all: True if programs that access peers' memory still run here, for testing.
+        refuses: the reason why ranks should not access each other's memory here; empty if they may.
+        runs_all: True if programs that access the memory of peers still run here, for testing.
     """
 
     machine: str
@@ -55,7 +55,7 @@ class Platform:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Everything that a measurement depends on besides the program and its sizes."""
+        """Everything that a measurement depends on, except the program and its sizes."""
         return {
             "machine": self.machine,
             "name": self.name,
@@ -76,21 +76,24 @@ class Platform:
 
 
 def reference(hardware: Hardware, ranks: int) -> Platform:
-    """Return a platform that is not here: only its number of ranks and the constants of its hardware are known."""
+    """Return a platform on which this process does not run.
+
+    Only its number of ranks and the constants of its hardware are known.
+    """
     return Platform(ELSEWHERE, hardware.name, ranks, "nvlink", (), hardware)
 
 
 def simulated(ranks: int) -> Platform:
-    """Return the platform of simulated ranks. They have no speed: choices are made for the reference machine."""
+    """Return the platform of simulated ranks. They have no speed, so choices are made for the reference machine."""
     return Platform(SIMULATED, REFERENCE.name, ranks, "nvlink", (), REFERENCE)
 
 
 def platform_here(machine: str, ranks: int, group: object = None) -> Platform:
-    """Return this process's platform for a program of `ranks` ranks; `machine` and `group` are as for an `Executor`.
+    """Return this process's platform for a program of `ranks` ranks.
 
-    Under torchrun all ranks of the group call it together, and the platform has the ranks of the group. Outside
-    torchrun, the platform has `ranks` ranks. For `cuda`, each rank then stands for one GPU of this host. For `gloo`,
-    all ranks run on its CPU.
+    `machine` and `group` are the same as in `Executor`. Under torchrun all ranks of the group call this together, and
+    the platform has the ranks of the group. Outside torchrun, the platform has `ranks` ranks. For `cuda`, each of these
+    ranks then stands for one GPU of this host. For `gloo`, all ranks run on the CPU of this host.
     """
     if machine == SIMULATED:
         return simulated(ranks)
@@ -104,7 +107,10 @@ def platform_here(machine: str, ranks: int, group: object = None) -> Platform:
 
 
 def _device_facts(machine: str, device: int) -> dict[str, Any]:
-    """Return facts about one rank's device: host, name, versions, links, and why peers cannot access its memory."""
+    """Return facts about one rank's device: host, name, versions and links.
+
+    They also include the reason why peers cannot access its memory.
+    """
     import torch
 
     from hostir.machines.cuda.memory import why_not
@@ -126,7 +132,7 @@ def _device_facts(machine: str, device: int) -> dict[str, Any]:
 
 
 def _link(unreachable: Sequence[int]) -> str:
-    """Return the link of a GPU to the other GPUs of its host; `unreachable` are GPUs that it cannot access."""
+    """Return the link of a GPU to the other GPUs of its host. `unreachable` holds the GPUs that it cannot access."""
     if unreachable:
         return "no peer access"
     return "nvlink" if _over_nvlink() else "peer access"
@@ -169,7 +175,7 @@ def _version(package: str) -> str:
 
 
 def platform_of(facts: Sequence[dict[str, Any]]) -> Platform:
-    """Combine the facts about the devices of all ranks into one platform, which is the same on every rank."""
+    """Combine the facts about the devices of all ranks into one platform. The result is the same on every rank."""
     first, ranks = facts[0], len(facts)
     versions = tuple(sorted(first["versions"].items()))
     one_host = len({device["host"] for device in facts}) == 1

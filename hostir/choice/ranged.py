@@ -1,4 +1,4 @@
-"""Execute a fusion with free sizes, with one executor for each chosen candidate.
+"""Run a fusion with free sizes. There is one executor for each candidate that was chosen for some sizes.
 
 Free sizes are symbols of a fusion that only the inputs of a call determine.
 """
@@ -25,10 +25,10 @@ from hostir.machines.binding import Part
 
 
 class RangedExecutor(Executor):
-    """Runs a fusion with free sizes: each call runs the program that is chosen for its sizes.
+    """Runs a fusion with free sizes. Each call runs the program that is chosen for its sizes.
 
-    It makes the executor of a candidate when a call first needs it. If it lacks an attribute, it looks the attribute up
-    in `current`, the executor of the latest call.
+    The executor of a candidate is made when a call first needs it. If this object lacks an attribute, the attribute is
+    looked up in `current`, the executor of the latest call.
 
     Args:
         ranges: the choices for all sizes.
@@ -59,7 +59,7 @@ class RangedExecutor(Executor):
 
     @property
     def current(self) -> Executor:
-        """The executor of the latest call; before the first call, the executor for the largest sizes."""
+        """The executor of the latest call. Before the first call, it is the executor for the largest sizes."""
         return self._latest[1]
 
     def __getattr__(self, name: str) -> Any:
@@ -92,15 +92,15 @@ class RangedExecutor(Executor):
         self.current.synchronize()
 
     def _leave(self, reason: str) -> None:
-        """Make no more executors: the process group is gone. The existing executors refuse calls."""
+        """Make no more executors, because the process group is gone. The existing executors refuse calls."""
         current = self.current
         self._execute = lambda program, kernels: current
 
     def _drop_stale(self) -> None:
-        """Do nothing: the executors drop their plans."""
+        """Do nothing, because the executors of the candidates drop their plans themselves."""
 
     def _for(self, inputs: Sequence[Any]) -> Executor:
-        """Return the executor for a call with these inputs."""
+        """Return the executor of the candidate for a call with these inputs."""
         latest, executor = self._latest  # in one read: other threads may call, too
         try:
             extents = [inputs[i].shape[k] for i, k in self._axes]
@@ -115,7 +115,7 @@ class RangedExecutor(Executor):
         return suitable
 
     def _suitable(self, inputs: Sequence[Any], latest: Executor) -> Executor | None:
-        """Return the executor for the sizes of a call; None for inputs without valid sizes, which any executor refuses.
+        """Return the executor for the sizes of a call; None for inputs without valid sizes, which all executors refuse.
 
         Only shapes decide. So if one rank refuses its inputs for another reason, it does so in the same executor that
         the other ranks call.
@@ -139,5 +139,8 @@ class RangedExecutor(Executor):
 
 
 def _with_shape_of(x: Any, value: Value) -> Any:
-    """Return a tensor on the CPU with the shape of `x` and the dtype of the input `value`; `x` if it is no tensor."""
+    """Return a tensor on the CPU with the shape of `x` and the dtype of the input `value`.
+
+    If `x` is not a tensor, return `x`.
+    """
     return torch.empty((), dtype=torch_dtype(value.tensor.dtype)).expand(x.shape) if isinstance(x, torch.Tensor) else x

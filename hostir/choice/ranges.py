@@ -1,4 +1,4 @@
-"""Choose by ranges of sizes, for a fusion with free sizes: symbols that only the inputs of a call determine.
+"""Choose for ranges of sizes, for a fusion with free sizes: symbols that only the inputs of a call determine.
 
 Choices are made for powers of two. A power of two stands for the sizes from 3/4 of it to just below 3/2 of it. For
 example, 4096 stands for 3072 to 6143.
@@ -23,7 +23,10 @@ LARGEST = 16  # the exponent of the largest size that choices are made for; it s
 
 @dataclass(frozen=True)
 class Range:
-    """The values of a size from `first` to `last`, all with the same choice. `last` is None if there is no end."""
+    """The values of a size from `first` to `last`, all with the same choice.
+
+    If `last` is None, the range has no end.
+    """
 
     first: int
     last: int | None
@@ -63,9 +66,9 @@ class Ranges:
         return self.decider.program.name
 
     def representative(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """Return the sizes that stand for these sizes.
+        """Return the sizes for which the choice is made if a call has the sizes `sizes`.
 
-        A free size is replaced by a power of two, or by a multiple near it that fits every candidate.
+        A free size is replaced by a power of two, or by a nearby multiple that fits every candidate.
         """
         return self.fixed | {n: _fitting(1 << _power(sizes[n]), self.multiples[n]) for n in self.free}
 
@@ -80,9 +83,9 @@ class Ranges:
         return self.choices[name]
 
     def candidate(self, sizes: Mapping[str, int]) -> Candidate:
-        """Return the fastest candidate whose program can run with these sizes.
+        """Return the fastest candidate with a program that can run with these sizes.
 
-        If no program can, return the sequential candidate: its executor raises the reason.
+        If no program can, return the sequential candidate. Its executor raises the reason.
         """
         ranked = [timing.candidate for timing in self.choice(sizes).timings]
         fitting = (c for c in ranked if self.decider.fits(self.program(c), sizes))
@@ -95,21 +98,24 @@ class Ranges:
 
     @cached_property
     def first_program(self) -> Program:
-        """The program of the first candidate: if possible the sequential program, because it accepts the most sizes."""
+        """The program of the first candidate.
+
+        If possible this is the sequential program, because it accepts the most sizes.
+        """
         return next(iter(self.decider.candidates.programs.values()))
 
     @property
     def largest(self) -> dict[str, int]:
-        """The largest sizes that choices are made for.
+        """The largest sizes for which choices are made.
 
-        If several sizes are free, each gets a smaller value. Their product stays about the same, because the number of
+        If several sizes are free, each gets a smaller value, so that their product stays about the same. The number of
         rows may be this product.
         """
         return dict.fromkeys(self.free, 1 << LARGEST // max(len(self.free), 1))
 
     @property
     def representatives(self) -> list[dict[str, int]]:
-        """All sizes that choices are made for, if one size is free.
+        """All sizes for which choices are made, if only one size is free.
 
         The list is empty if several sizes are free, because there would be too many combinations.
         """
@@ -120,7 +126,10 @@ class Ranges:
 
     @property
     def ranges(self) -> tuple[Range, ...]:
-        """The ranges of the free size: neighbouring values with the same choice. Empty if several sizes are free."""
+        """The ranges of the free size. A range has neighbouring values with the same choice.
+
+        The tuple is empty if several sizes are free.
+        """
         ranges: list[Range] = []
         for power in range(LARGEST + 1) if len(self.free) == 1 else ():
             choice, first = self.choice({self.free[0]: 1 << power}), _first(power)
@@ -146,7 +155,7 @@ class Ranges:
 
 
 def free_sizes(program: Program, fixed: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the symbols of a fusion that are not fixed and follow from the shapes of its inputs, sorted."""
+    """Return the symbols of a fusion that are not fixed and that follow from the shapes of its inputs, sorted."""
     bound = {name for value in program.inputs for name in value.tensor.names}
     return tuple(sorted((program.size_names & bound) - fixed.keys()))
 
@@ -161,7 +170,7 @@ def agreed_ranges(
     group: Any = None,
     warn: bool = True,
 ) -> Ranges:
-    """Return the ranges of a fusion, the same on all ranks. All ranks call it, and rank 0 sends its measurements.
+    """Return the ranges of a fusion, the same on all ranks. All ranks call this, and rank 0 sends its measurements.
 
     The choice for the largest sizes is made and logged at once. If `warn` is True, rank 0 warns of the strategies and
     overlaps that are not possible for these sizes.
@@ -178,12 +187,12 @@ def agreed_ranges(
 
 
 def key(sizes: Mapping[str, int]) -> str:
-    """Return the text of sizes, such as `K=64 M=4096`."""
+    """Return sizes as a text, such as `K=64 M=4096`."""
     return " ".join(f"{name}={value}" for name, value in sorted(sizes.items()))
 
 
 def _encoded(ranges: Ranges) -> dict[str, Any]:
-    """Return the measurements in this process's cache for the sizes that choices are made for, as a JSON object."""
+    """Return the measurements in this process's cache as a JSON object, for the sizes for which choices are made."""
     measured = {key(sizes): ranges.decider.measurements(sizes) for sizes in ranges.representatives}
     return {
         name: [(list(asdict(candidate).values()), list(asdict(entry).values())) for candidate, entry in entries.items()]
@@ -204,11 +213,11 @@ def _first(power: int) -> int:
 
 
 def _fitting(size: int, multiple: int) -> int:
-    """Return the multiple of `multiple` that is nearest to a size, but not zero."""
+    """Return the multiple of `multiple` that is nearest to `size`, but at least `multiple` itself."""
     return max(round(size / multiple), 1) * multiple
 
 
 def _multiple(name: str, decider: Decider) -> int:
-    """Return the number that a size must be a multiple of to fit every candidate."""
+    """Return the smallest number such that all its multiples fit every candidate as values of the size `name`."""
     sizes = [d.size for program in decider.candidates.programs.values() for d in program.divisions]
     return lcm(*(size.den for size in sizes if name in size.names))

@@ -1,4 +1,4 @@
-"""Estimate how long a call of a host program takes: simulate the tasks of all ranks on one clock.
+"""Estimate the time of a call of a host program: simulate the tasks of all ranks on one clock.
 
 This is a fluid model: every task under way has a rate, and the clock advances from the end of one task to the next.
 
@@ -7,8 +7,8 @@ This is a fluid model: every task under way has a rate, and the clock advances f
 - The collectives of a team run one after another.
 - A task that waits for another stream starts `edge` later.
 - A matmul that waits for flags or raises them is simulated tile by tile. Each of n SMs takes every n-th tile, in the
-  order of the blocks. It begins a tile when the SM is free and the block has arrived. A flag is raised when all tiles
-  of its block have ended.
+  order of the blocks. An SM begins a tile when the SM is free and the block has arrived. A flag is raised when all
+  tiles of its block have ended.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ GRAPH, EAGER = "graph", "eager"
 def estimates(tasks: Sequence[CostTask], hardware: Hardware, kernels: str) -> Mapping[str, float]:
     """Return the microseconds of a call: `graph` for a replay of a CUDA graph, `eager` for an eager call.
 
-    In a series of eager calls, each takes the time of the device or the time of the host, whichever is longer.
+    In a series of eager calls, each call takes the time of the device or the time of the host, whichever is longer.
     """
     costs = Costs(hardware, kernels, flops(tasks))
     device = hardware.begin + Simulation(tasks, costs).run()
@@ -45,7 +45,7 @@ def estimates(tasks: Sequence[CostTask], hardware: Hardware, kernels: str) -> Ma
 
 
 def flops(tasks: Sequence[CostTask]) -> float:
-    """Return the number of floating point operations on the rank that has most of them."""
+    """Return the number of floating point operations on the rank that has the most."""
     total: dict[int, float] = {}
     for task in tasks:
         if isinstance(task.work, Gemm):
@@ -54,7 +54,11 @@ def flops(tasks: Sequence[CostTask]) -> float:
 
 
 class GemmCosts:
-    """The times of one program's matmuls. They depend on its `total_flops`, because power limits the GPU's clock."""
+    """The times of one program's matmuls.
+
+    They depend on the program's number of floating point operations, `total_flops`, because power limits the GPU's
+    clock.
+    """
 
     def __init__(self, hardware: Hardware, family: Kernels, total_flops: float) -> None:
         self.hardware = hardware
@@ -71,13 +75,19 @@ class GemmCosts:
         return self.family.start + max(self.tiles(gemm, self.fastest(gemm)), self.streaming(gemm))
 
     def time_on(self, gemm: Gemm, sms: int) -> float:
-        """Return the microseconds of a matmul with its fastest tile on `sms` SMs."""
+        """Return the microseconds of a matmul on `sms` SMs.
+
+        Its tile is the fastest tile on all SMs, with the best split on `sms` SMs.
+        """
         tile = replace(self.fastest(gemm), split=0)  # its split was chosen for all SMs; choose it again for `sms`
         tile = choose(gemm, sms, (tile,), self.family.rates)
         return self.family.start + max(self.tiles(gemm, tile, sms), self.streaming(gemm))
 
     def fastest(self, gemm: Gemm, sms: int | None = None) -> Tile:
-        """Return the fastest tile for a matmul, with its best split, on `sms` SMs; by default on all."""
+        """Return the fastest tile for a matmul on `sms` SMs, with its best split.
+
+        By default, `sms` is the number of all SMs.
+        """
         return choose(gemm, sms or self.hardware.sms, self.family.tiles[gemm.dtype], self.family.rates)
 
     def tiles(self, gemm: Gemm, tile: Tile, sms: int | None = None) -> float:
@@ -85,12 +95,12 @@ class GemmCosts:
         return duration(tile, gemm, sms or self.hardware.sms, self.rates)[1]
 
     def streaming(self, gemm: Gemm) -> float:
-        """Return the microseconds that memory takes to load a matmul's operands and to store its result."""
+        """Return the microseconds that memory takes to load the operands of a matmul and to store the result."""
         bytes_moved = (gemm.m * gemm.k + gemm.k * gemm.n + gemm.m * gemm.n) * gemm.itemsize
         return bytes_moved / self.hardware.memory / 1e3
 
     def filled(self, gemm: Gemm) -> float:
-        """Return the share of the SMs that the tiles of a matmul keep busy, on average over its time."""
+        """Return the share of the SMs that the tiles of a matmul keep busy, averaged over the time of the matmul."""
         tile = self.fastest(gemm)
         busy = Grid.of(tile, gemm).tiles * self.rates.unsplit_time(tile, gemm)
         return busy / (self.hardware.sms * self.tiles(gemm, tile))
@@ -102,7 +112,7 @@ class GemmCosts:
     def by_tiles(
         self, task: CostTask, gemm: Gemm, start: float, arrivals: Sequence[float]
     ) -> tuple[float, tuple[float, ...]]:
-        """Return when a matmul in one Triton kernel ends, and when it raises each of its flags.
+        """Return the time at which a matmul in one Triton kernel ends, and the times at which it raises its flags.
 
         The arguments and the results have the same meaning as in `Costs.by_blocks`.
         """
@@ -154,11 +164,14 @@ class Costs:
         return 0.0
 
     def polls(self, work: TaskWork) -> bool:
-        """Return True if one kernel computes all blocks, and polls and raises their flags itself."""
+        """Return True if a single kernel computes all blocks.
+
+        This kernel then polls and raises the flags of the blocks.
+        """
         return self.sums_in_triton if isinstance(work, Traffic) else self.in_triton
 
     def kernel_count(self, traffic: Traffic) -> int:
-        """Return the number of kernels of a computation that is bound by memory."""
+        """Return the number of kernels that a computation needs, if the computation is bound by memory."""
         return 1 if self.sums_in_triton else traffic.aten_kernels
 
     def traffic(self, traffic: Traffic) -> float:
@@ -177,25 +190,25 @@ class Costs:
         return h.push * copy.first + copy.bytes / rate / 1e3
 
     def in_matmul(self, work: TaskWork) -> bool:
-        """Return True if the work is a copy that the matmul itself makes, by storing its result to the peer."""
+        """Return True if the work is a copy that a matmul makes when it stores its result directly to the peer."""
         return self.in_triton and isinstance(work, CostCopy) and work.in_matmul
 
     def transfer(self, transfer: CostTransfer) -> float:
-        """Return the microseconds of a collective: the faster of a low-latency and a high-rate protocol."""
+        """Return the microseconds of a collective, by the faster of two protocols: low latency and high rate."""
         steps = 2 if transfer.collective == "allreduce" else 1
         bytes_moved = transfer.bytes * (steps * (transfer.ranks - 1) + 0.5) / transfer.ranks
         h, rate = self.hardware, self.hardware.rates.get(transfer.collective, self.hardware.link)
         return min(h.collective + bytes_moved / rate / 1e3, h.low_latency + bytes_moved / (rate / 3) / 1e3)
 
     def speed_during(self, task: CostTask, collective: str) -> float:
-        """Return the speed of a computation beside a collective, relative to its speed alone."""
+        """Return the speed of a computation while a collective runs, relative to its speed when it runs alone."""
         sms = self.hardware.sms - self.gemms.family.busy_sms.get(collective, 0)
         if not isinstance(task.work, Gemm):
             return sms / self.hardware.sms
         return self.alone(task) / self.gemms.time_on(task.work, sms)
 
     def width(self, task: CostTask) -> float:
-        """Return the share of the SMs or of the memory's rate that a computation can use, whichever is larger."""
+        """Return the larger of two shares that a computation can use: a share of the SMs, or of the memory's rate."""
         if not isinstance(task.work, Gemm):
             return 1.0
         return min(1.0, max(self.gemms.filled(task.work), self.gemms.streaming(task.work) / self.alone(task)))
@@ -203,8 +216,8 @@ class Costs:
     def share(self, task: CostTask, idle: float) -> float:
         """Return the share of all SMs that a computation gets if the share `idle` is free.
 
-        A matmul whose tiles fit one wave gets nothing if it can use more than `idle`: on fewer SMs it would not end
-        earlier than if it waited for all of them.
+        A matmul gets nothing if its tiles fit one wave and the matmul can use more than `idle`. On fewer SMs it would
+        not end earlier than if it waited for all SMs.
         """
         width = self.width(task)
         if width <= idle + EPSILON:
@@ -215,10 +228,10 @@ class Costs:
     def by_blocks(self, task: CostTask, start: float, arrivals: Sequence[float]) -> tuple[float, tuple[float, ...]]:
         """Return the time at which a computation ends, and the times at which it raises its flags.
 
-        `arrivals` are the times at which its blocks arrive, in the order of computation. They are empty if it waits for
-        nothing. In Triton, one kernel computes all blocks. It waits block by block, or tile by tile in a matmul, and
-        runs on the SMs that overlapped copies and signals leave. Without Triton, one kernel after another computes a
-        block. But after copies by SMs, a single kernel starts when all blocks have arrived.
+        `arrivals` holds the times at which its blocks arrive, in the order of computation. It is empty if the
+        computation waits for nothing. In Triton, one kernel computes all blocks. It waits block by block, or tile by
+        tile in a matmul, and runs on the SMs that overlapped copies and signals leave. Without Triton, there is one
+        kernel for each block. But after copies by SMs, a single kernel starts when all blocks have arrived.
         """
         work, count = task.work, len(task.raises)
         if isinstance(work, Gemm) and self.in_triton:
@@ -243,13 +256,13 @@ class Costs:
 
 
 class HostCosts:
-    """The times in which the host issues one program's tasks, if no CUDA graph replays them."""
+    """The times in which the host issues the tasks of one program, if no CUDA graph replays them."""
 
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
 
     def call(self, tasks: Sequence[CostTask]) -> float:
-        """Return the microseconds in which the host issues a call, on the rank that takes longest."""
+        """Return the microseconds in which the host issues a call, on the rank where this takes longest."""
         by_rank: dict[int, float] = {}
         for task in tasks:
             by_rank[task.rank] = by_rank.get(task.rank, self.launch("call")) + self.issue(task)
@@ -283,7 +296,7 @@ class Activity:
         remaining: the microseconds until its end, if its rate is 1.
         begin: the time at which it began.
         done: the microseconds of work that are done. One microsecond at rate 0.5 counts half.
-        raises: the flags that it has not raised yet, each with the value of `done` at which it is raised.
+        raises: the flags that it has not raised yet. Each has the value of `done` at which it is raised.
     """
 
     def __init__(self, tasks: list[CostTask], remaining: float, begin: float) -> None:
@@ -297,24 +310,24 @@ class Activity:
 
     @property
     def until_event(self) -> float:
-        """The microseconds until it ends or raises a flag, if its rate is 1."""
+        """The microseconds until the work ends or raises a flag, if its rate is 1."""
         return min(self.remaining, self.raises[0][0] - self.done) if self.raises else self.remaining
 
     def advance(self, step: float) -> None:
-        """Let `step` microseconds pass."""
+        """Advance the work by `step` microseconds of the clock."""
         if self.rate > 0:
             self.remaining -= step * self.rate
             self.done += step * self.rate
 
     def pop_raised(self) -> list[CostTask]:
-        """Remove and return the flags that it raises now; at its end, all remaining flags."""
+        """Remove and return the flags that are raised now. At the end of the work, these are all remaining flags."""
         count = sum(done <= self.done + EPSILON or self.remaining <= EPSILON for done, _ in self.raises)
         raised, self.raises = self.raises[:count], self.raises[count:]
         return [flag for _, flag in raised]
 
 
 class Simulation:
-    """The simulation of one call of a program, from the moment it is issued."""
+    """The simulation of one call of a program, from the moment when the call is issued."""
 
     def __init__(self, tasks: Sequence[CostTask], costs: Costs) -> None:
         self.costs = costs
@@ -338,7 +351,7 @@ class Simulation:
             self._start(task)
 
     def run(self) -> float:
-        """Return the microseconds until the last rank has ended. A wait with no task after it takes no time."""
+        """Return the microseconds until the last rank has ended. If no task follows a wait, the wait takes no time."""
         last_end = 0.0
         while self.active or self.later:
             self._set_rates()
@@ -361,14 +374,17 @@ class Simulation:
         return last_end
 
     def _start(self, task: CostTask) -> None:
-        """Begin a task whose dependencies have all ended; schedule it if its earliest time is later than now."""
+        """Begin a task when all its dependencies have ended.
+
+        If its earliest time is later than now, schedule it for that time.
+        """
         if self.earliest[task] > self.now:
             heapq.heappush(self.later, (self.earliest[task], self.order[task], task))
         else:
             self._begin(task)
 
     def _begin(self, task: CostTask) -> None:
-        """Begin a task; a collective or barrier begins when the tasks of all its ranks have arrived."""
+        """Begin a task. A collective or a barrier begins when the tasks of all its ranks have arrived."""
         partners = task.partners or [task]
         count = self.arrived[id(partners)] = self.arrived.get(id(partners), 0) + 1
         if count < len(partners):
@@ -393,13 +409,16 @@ class Simulation:
                     self._set_end(a)
 
     def _dependency_ended(self, task: CostTask) -> None:
-        """Record that one of the tasks that `task` waits for has ended. After the last of them, start `task`."""
+        """Record that one of the tasks that `task` waits for has ended. If it was the last one, start `task`."""
         self.missing[task] -= 1
         if not self.missing[task]:
             self._start(task)
 
     def _set_end(self, a: Activity) -> None:
-        """Set the times at which a computation ends and raises its flags, from the arrivals of its blocks so far."""
+        """Set the time at which a computation ends, and the times at which it raises its flags.
+
+        These times follow from the arrivals of its blocks so far.
+        """
         task = a.task
         arrivals = [max((self.ended.get(signal, inf) for signal in block), default=0.0) for block in task.blocks]
         if inf in arrivals and not task.raises:
@@ -410,10 +429,10 @@ class Simulation:
         a.raises = [(time - a.begin, flag) for flag, time in times_of.items() if self.missing[flag]]
 
     def _set_rates(self) -> None:
-        """Set the rate of all work under way. The rates are valid until something begins or ends.
+        """Set the rates of all work under way. The rates are valid until some work begins or ends.
 
         Computations and copies are served in the order in which they began, as in the queues of the device. Each gets
-        the SMs, or the share of the link, that earlier ones leave.
+        the SMs, or the share of the link, that earlier computations or copies leave.
         """
         collectives: dict[int, str] = {}  # by rank: the collective under way
         idle: dict[int, float] = {}  # by rank: the share of the SMs that computations leave idle

@@ -1,6 +1,6 @@
 """Lowering: passes turn a fusion into a host program. Each pass is a pure function of a program.
 
-The strategies and their passes are loaded when one of the names below is first used. So importing this package is fast.
+A strategy and its passes are loaded when a name of this package is first used. So importing this package is fast.
 """
 
 from __future__ import annotations

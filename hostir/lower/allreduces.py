@@ -1,14 +1,15 @@
-"""Allreduces in one-sided form: in one step; or in two steps, a reduce_scatter of rows and an allgather.
+"""Allreduces in one-sided form: in one step, or in two steps.
 
 In one step, every rank sends its complete partial sum to all other ranks, and adds up the partial sums of all ranks
-(`hostir/lower/scatters.py`). In two steps, each rank adds up its share of the rows, then sends the sum to all ranks.
-With R ranks, two steps move 2 / R of the bytes that one step moves. But the second step must wait for the first, and
-the number of ranks must divide the rows. In one step, all ranks add in the same order. In two steps, each sum is
-computed by one rank, for all ranks. So all ranks get the same bits in every run.
+(`hostir/lower/scatters.py`). Two steps are a reduce_scatter of rows and an allgather: each rank adds up its share of
+the rows, then sends this sum to all ranks. With R ranks, two steps move 2 / R of the bytes that one step moves. But the
+second step must wait for the first, and the number of ranks must divide the rows. In one step, all ranks add in the
+same order. In two steps, each sum is computed by one rank, for all ranks. So in both forms, all ranks get the same bits
+in every run.
 
-There are two forms of two steps. Either two collectives replace the allreduce, and are lowered like other collectives
-(`in_two_steps`). Or the rows are cut into chunks: one chunk is gathered while the product of the next chunk runs
-(`hostir/lower/chunks.py`).
+Two steps are lowered in one of two ways. Either two collectives replace the allreduce, and are lowered like other
+collectives (`in_two_steps`). Or the rows are cut into chunks: one chunk is gathered while the product of the next chunk
+runs (`hostir/lower/chunks.py`).
 """
 
 from __future__ import annotations
@@ -28,14 +29,15 @@ from hostir.lower.propagate import result_of, users_of
 
 @dataclass(frozen=True)
 class AllReduceSteps:
-    """Chooses the number of steps of an allreduce, and the number of blocks or chunks of its rows.
+    """Chooses the number of steps of an allreduce, and the number of blocks or chunks into which its rows are cut.
 
     Fields:
         extra_bytes: an allreduce takes one step only if a rank then sends at most this many bytes more than in two
             steps. Sending this many bytes takes about as long as a second step.
-        blocks: the maximum number of blocks of a product's rows in one step. Each is sent when it has been computed.
+        blocks: the maximum number of blocks of a product's rows in one step. Each block is sent as soon as it has been
+            computed.
         chunks: the maximum number of chunks of rows in two steps.
-        min_rows, min_bytes: the minimum size of a block or a chunk.
+        min_rows, min_bytes: a block or a chunk has at least this many rows and this many bytes.
     """
 
     extra_bytes: int = 3 << 20
@@ -47,8 +49,9 @@ class AllReduceSteps:
     def one(self, s: AllReduce, *, unknown: bool) -> bool:
         """Return True if an allreduce takes one step.
 
-        It takes one step if it has two ranks, if the number of ranks does not divide its rows, or if it is small. If
-        the size is not known before a call, the result for more than two ranks is `unknown`.
+        It takes one step if there are two ranks, if the number of ranks divides no axis of its rows, or if its tensor
+        is small. If the size of the tensor is known only at a call, return `unknown` unless one of the first two
+        conditions holds.
         """
         ranks, size = s.mesh.size(s.over), _bytes(s)
         if shared_axis(s) is None or ranks == 2:
@@ -56,11 +59,11 @@ class AllReduceSteps:
         return unknown if size is None else (ranks - 1) * (ranks - 2) * size <= ranks * self.extra_bytes
 
     def blocks_of(self, s: AllReduce) -> int:
-        """Return the number of blocks in which an allreduce in one step sends the rows of a product."""
+        """Return the number of blocks into which the rows of a product are cut for an allreduce in one step."""
         return self._parts(s, self.blocks, 1)
 
     def chunks_of(self, s: AllReduce) -> int:
-        """Return the number of chunks of an allreduce in two steps."""
+        """Return the number of chunks into which the rows are cut for an allreduce in two steps."""
         return self._parts(s, self.chunks, s.mesh.size(s.over))
 
     def _parts(self, s: AllReduce, most: int, ranks: int) -> int:
@@ -82,9 +85,9 @@ def _bytes(s: AllReduce) -> int | None:
 
 
 def rows_axis(s: AllReduce) -> int | None:
-    """Return the position of the first axis with more than one element on a rank, if it can be cut into blocks of rows.
+    """Return the position of the axis that is cut into blocks or chunks of rows; None if there is no such axis.
 
-    Return None if this axis is sharded, or is the last axis.
+    This is the first axis that has more than one element on a rank. If it is sharded or is the last axis, return None.
     """
     axes = zip(s.out.tensor.host().axes[:-1], s.x.tensor.local_shape, strict=False)
     first = next((k for k, (_, size) in enumerate(axes) if not size.is_one), None)
@@ -92,7 +95,11 @@ def rows_axis(s: AllReduce) -> int | None:
 
 
 def shared_axis(s: AllReduce) -> int | None:
-    """Return the position of the first axis of rows that the number of ranks divides; None if there is no such axis."""
+    """Return the position of the first axis of rows that the number of ranks divides; None if there is no such axis.
+
+    Sharded axes and axes of extent 1 are left out. A symbolic extent counts as divisible. But the search ends at a
+    sharded axis of symbolic extent.
+    """
     ranks = s.mesh.size(s.over)
     for k, axis in enumerate(s.out.tensor.host().axes[:-1]):
         if not axis.marks and not axis.extent.is_one and (axis.extent.value is None or axis.extent.value % ranks == 0):
@@ -103,15 +110,18 @@ def shared_axis(s: AllReduce) -> int | None:
 
 
 def fits_chunks(s: AllReduce) -> bool:
-    """Return True if chunks of an allreduce are contiguous: the axis that ranks share is outermost in memory."""
+    """Return True if an allreduce can run in contiguous chunks of rows.
+
+    The axis that the ranks share must then be the outermost axis with more than one element.
+    """
     return shared_axis(s) is not None and shared_axis(s) == rows_axis(s)
 
 
 def in_two_steps(program: Program, wanted: Callable[[AllReduce], bool]) -> tuple[Program, frozenset[str]]:
-    """Replace the `wanted` allreduces by a reduce_scatter of rows and an allgather; return the new program.
+    """Replace the `wanted` allreduces by a reduce_scatter of rows and an allgather.
 
-    If an addition, an activation or a norm of rows follows, each rank computes it on its rows, before the allgather.
-    Also return the names of the gathered tensors.
+    If an addition, an activation or a norm of rows follows an allreduce, each rank computes it on its rows, before the
+    allgather. Return the new program and the names of the gathered tensors.
     """
     steps = _TwoSteps(program)
     for s in program.body:
@@ -126,7 +136,7 @@ def in_two_steps(program: Program, wanted: Callable[[AllReduce], bool]) -> tuple
 
 
 class _TwoSteps:
-    """Builds the body of a program with allreduces replaced by two collectives."""
+    """Builds the body of a program in which two collectives replace each chosen allreduce."""
 
     def __init__(self, program: Program) -> None:
         self.names, self.users = Names.of(program), users_of(program)
@@ -137,9 +147,9 @@ class _TwoSteps:
         self.gathered: set[str] = set()
 
     def replace(self, s: AllReduce) -> None:
-        """Add the reduce_scatter and the allgather that replace an allreduce.
+        """Append to the body the reduce_scatter and the allgather that replace an allreduce.
 
-        Between them, add the statements after the allreduce that can run on a rank's rows.
+        Some statements after the allreduce can run on the rows of one rank. Append them between the two collectives.
         """
         k, type = shared_axis(s), s.out.tensor.host()
         assert k is not None
@@ -179,13 +189,14 @@ class _TwoSteps:
         self.body += [scatter, *after, AllGather(mine, result, over=s.over, span=s.span)]
 
     def _known(self, value: Value) -> bool:
-        """Return True if a tensor is an input, or is computed before the allreduce."""
+        """Return True if a tensor is an input, or if a statement before the allreduce computes it."""
         return value.name in self.defined
 
     def _added(self, other: Value, type: TensorType, k: int) -> str:
-        """Return which part of `other` must be added to the rows of one rank: `all` or `rows`.
+        """Return which part of `other` is added to the rows of one rank.
 
-        Return an empty string if `other` cannot be added between the reduce_scatter and the allgather.
+        `all` stands for the complete tensor, and `rows` for the rows of this rank. An empty string says that `other`
+        cannot be added between the reduce_scatter and the allgather.
         """
         if not self._known(other):
             return ""
@@ -196,7 +207,10 @@ class _TwoSteps:
         return "rows" if alike else ""
 
     def _shared(self, value: Value, rows: Value, user: Statement) -> Value:
-        """Add a view of a rank's rows of a tensor, directly after the tensor's definition; return its result."""
+        """Insert a view of this rank's rows of `value`, directly after the statement that defines `value`.
+
+        The result of the view is `rows`. Return it.
+        """
         positions = [n for n, s in enumerate(self.body, 1) if result_of(s) == value]
         self.body.insert(positions[0] if positions else 0, Shard(value, rows, span=user.span))
         return rows

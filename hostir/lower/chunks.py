@@ -1,4 +1,4 @@
-"""Allreduces in two steps, in chunks of rows: the product of the next chunk runs while one chunk is gathered."""
+"""Allreduces in two steps, in chunks of rows: one chunk is gathered while the product of the next chunk runs."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from hostir.lower.transfers import COPY_STREAM, SIGNAL_STREAM, Transfers
 class Chunks:
     """Builds an allreduce in chunks of rows.
 
-    The product of a chunk sets a flag after the rows for each rank, and copy engines send these rows. Then the product
-    of the next chunk runs, while these rows are copied. After that, each rank sums up its rows of the first chunk, and
-    gets the sums of the other ranks.
+    The product of a chunk has a block of rows for each rank, and sets a flag when it has computed a block. Copy engines
+    then send the block to its rank. They do so while the product of the next chunk runs. After this product, each rank
+    sums up its block of the first of these two chunks, and gets the sums of the other ranks.
 
     Args:
         count: the number of chunks.
         streams: the maximum number of worker streams.
-        product: the product that makes the rows, if it is computed in chunks as well; else None.
+        product: the product that makes the rows, if it is computed in chunks, too; else None.
     """
 
     def __init__(self, host: Host, s: AllReduce, count: int, streams: int, product: Contraction | None) -> None:
@@ -53,7 +53,7 @@ class Chunks:
         self.part = host.packed(part, s)
 
     def build(self) -> int:
-        """Add all statements to the host program; return the number of worker streams that they use."""
+        """Append all statements to the host program; return the number of worker streams that they use."""
         host, index = self.host, self.host.index("c")
         begin = self.sent.reuse_barrier()
         if begin or self.product is None:  # else copies wait for the flags of the product
@@ -132,7 +132,10 @@ class Chunks:
         ]
 
     def buffer(self, name: str, share: TensorType, *lead: int) -> Value:
-        """Return a new value for a symmetric buffer of a rank's rows of a chunk; `lead` are extents of leading axes."""
+        """Return a new value for a symmetric buffer. Its type is `share` with leading axes of the extents `lead`.
+
+        `share` is the type of the rows of one chunk that one rank sums up.
+        """
         type = share.with_axes([*(Axis.of(n) for n in lead), *share.axes])
         return Value(self.host.names.fresh(f"{self.reduce.out.name}_{name}"), type, self.reduce.span)
 
@@ -140,21 +143,27 @@ class Chunks:
         return add_view(Select(buffer, self.named(f"{buffer.name}_c"), chunk, span=self.reduce.span), views)
 
     def chunk(self, x: Value, chunk: Expr, views: list[ViewStatement], axis: int | None = None) -> Value:
-        """Return a view of one chunk of a tensor; append the view to `views`. `axis` replaces the axis of rows."""
+        """Return a view of one chunk of a tensor; append the view to `views`.
+
+        The tensor is cut along `axis`, by default along the axis of rows.
+        """
         name, k = self.named(f"{x.name}_c"), self.axis if axis is None else axis
         return add_view(Chunk(x, name, chunk, Size(self.count), k, span=self.reduce.span), views)
 
     def rows(self, x: Value, rank: Expr, views: list[ViewStatement], axis: int | None = None) -> Value:
-        """Return a view of the rows of a chunk that one rank sums up; append the view to `views`.
+        """Return a view of the rows of the chunk `x` that one rank sums up; append the view to `views`.
 
-        `axis` replaces the axis of rows.
+        The chunk is cut along `axis`, by default along the axis of rows.
         """
         name, k = f"{x.name}_{'own' if rank == self.team.rank else 'i'}", self.axis if axis is None else axis
         chunk = Chunk(x, self.named(name), rank, Size(self.team.ranks), k, span=self.reduce.span)
         return add_view(chunk, views)
 
     def named(self, name: str) -> Value:
-        """Return a new value for the result of a view. `add_view` replaces its type by the inferred type."""
+        """Return a new value for the result of a view.
+
+        Its type is only a placeholder: `add_view` sets the inferred type.
+        """
         return Value(self.host.names.fresh(name), self.reduce.out.type, self.reduce.span)
 
     def each(self, index: Ref, count: int, statements: list[Statement]) -> For:

@@ -22,10 +22,7 @@ SWAPPED = (1, 0)
 
 
 def columns_as_rows(program: Program) -> Program:
-    """Transpose each product if the only reader of its result is a reduce_scatter of columns.
-
-    A cast may come between the product and the reduce_scatter.
-    """
+    """Transpose each product that only a reduce_scatter of columns reads, either directly or through a cast."""
     makers = {result_of(s).name: s for s in program.body}
     users, names = users_of(program), Names.of(program)
     # For each statement to replace (a product, a cast or a reduce_scatter), by its result: the new statements.
@@ -50,7 +47,7 @@ def _by_columns(s: ReduceScatter) -> bool:
 
 
 def _can_be_transposed(s: Contraction) -> bool:
-    """Return True if a product has only two operands, and its left operand is a matrix or can be reshaped to one.
+    """Return True if a product has only two operands, and the left operand is a matrix or can be reshaped to a matrix.
 
     A left operand with more than two axes can be reshaped if its rows are not sharded.
     """

@@ -21,10 +21,11 @@ from hostir.lower.propagate import splits_only
 
 @dataclass(frozen=True)
 class AssignStreams(Pass):
-    """Distributes the rounds of a loop over worker streams, which fork before the loop and join after it.
+    """Distributes the rounds of a loop over worker streams.
 
-    The fork and the join are separate loops before and after the working loop. nvFuser found that a fork inside the
-    working loop prevents overlap (its pull request 4217), and that leaving the fork out is a race (3913).
+    The worker streams fork from the caller's stream before the loop, and join it after the loop. The fork and the join
+    are loops of their own. nvFuser found that a fork inside the working loop prevents overlap (its pull request 4217),
+    and that a missing fork is a race (3913).
     """
 
     name = "streams"
@@ -43,7 +44,7 @@ class AssignStreams(Pass):
         return replace(program, body=tuple(body), streams=pool)
 
     def _pool(self, loop: For) -> int:
-        """Return the number of worker streams: the requested number, but at most the number of slices."""
+        """Return the number of worker streams: the number that was asked for, but at most the number of slices."""
         slices = loop.count.value
         return min(self.streams, slices) if slices else self.streams
 
@@ -63,7 +64,7 @@ class AssignStreams(Pass):
 
 @dataclass(frozen=True)
 class Stagger(Pass):
-    """Delays a round's computation until the communication that it should overlap with has its SMs.
+    """Delays the computation of a round, so that the communication that overlaps with it gets SMs first.
 
     NCCL's kernels and a matmul that fills the device do not share SMs. Whichever starts first keeps the other waiting
     for a wave of tiles. So the first computation of each round is delayed a little. If the communication of a round
@@ -98,7 +99,10 @@ class Stagger(Pass):
 
 
 def _next_after(turn: Bin, loop: For) -> Iterator[Statement]:
-    """Yield statements that make the stream of the next round wait for the work that this round has issued so far."""
+    """Yield statements that make the stream of the next round wait for the work that this round has issued so far.
+
+    `turn` is the number of this round's stream.
+    """
     following: Expr = Bin("%", Bin("+", Ref(loop.index), Lit(1)), turn.right)
     yield SetStream(following)
     yield Synchronize(turn)
@@ -107,7 +111,10 @@ def _next_after(turn: Bin, loop: For) -> Iterator[Statement]:
 
 @dataclass(frozen=True)
 class FreeBuffers(Pass):
-    """Frees each buffer after the last statement that accesses it, on the caller's stream. Outputs are not freed."""
+    """Inserts statements that free buffers, on the caller's stream.
+
+    A buffer is freed after the last statement that accesses it. Outputs are not freed.
+    """
 
     name = "free"
 
@@ -137,7 +144,7 @@ class FreeBuffers(Pass):
 
 
 def _roots(program: Program) -> dict[str, str]:
-    """Map the name of each view to the name of the buffer or input that it is a view of."""
+    """Return a map from the name of each view to the name of the buffer or input that it is a view of."""
     roots: dict[str, str] = {}
     for s in program.walk():
         if isinstance(s, ViewStatement):
@@ -156,9 +163,9 @@ def _touched(s: Statement) -> Iterable[str]:
 def _streams(body: tuple[Statement, ...]) -> list[tuple[bool, bool, bool]]:
     """Return three truth values for each statement:
 
-    - the statement may run on a worker stream;
-    - after it, the caller's stream is current;
-    - after it, the caller's stream is current and has waited for all workers.
+    - True if the statement may run on a worker stream;
+    - True if the caller's stream is current after the statement;
+    - True if, in addition, the caller's stream has then waited for all workers.
     """
     flags = list[tuple[bool, bool, bool]]()
     on_worker = pending = False
@@ -193,7 +200,7 @@ def _streams_after(s: Statement, on_worker: bool, pending: bool) -> tuple[bool, 
 
 @dataclass(frozen=True)
 class Tidy(Pass):
-    """Removes unused and repeated views."""
+    """Removes views that nothing reads, and views that repeat an earlier view."""
 
     name = "tidy"
 
@@ -213,9 +220,10 @@ def _if_used(used: set[str], s: Statement) -> tuple[Statement, ...]:
 
 
 def _once(body: tuple[Statement, ...], outer: dict[Statement, Value]) -> tuple[tuple[Statement, ...], dict[str, Value]]:
-    """Return the body without repeated views, and a map from the names of removed views to the remaining values.
+    """Return the body without repeated views, and a map. The map has the names of removed views.
 
-    `outer` holds the views that are defined before the body, in the program around it.
+    Each removed view is mapped to the earlier view that it repeats. `outer` holds the views that are defined before the
+    body, in the program around it.
     """
     seen, renamed, kept = dict(outer), dict[str, Value](), list[Statement]()
     for s in body:
@@ -235,10 +243,11 @@ def _once(body: tuple[Statement, ...], outer: dict[Statement, Value]) -> tuple[t
 
 @dataclass(frozen=True)
 class MakeDense(Pass):
-    """Inserts a `dense` at the start of the program for each input that must be contiguous.
+    """Inserts a `dense` statement at the start of the program for each input that must be contiguous.
 
-    Communications and reshapes that merge axes need contiguous inputs. A kernel that waits for rows needs contiguous
-    scales of these rows. A `dense` copies an input that is not contiguous, and does nothing otherwise.
+    Communications need contiguous inputs, and so do reshapes that merge axes. A kernel that waits for rows needs
+    contiguous scales of these rows. The `dense` statement copies an input that is not contiguous, and leaves other
+    inputs as they are.
     """
 
     name = "dense"
@@ -255,7 +264,7 @@ class MakeDense(Pass):
 
 
 def _needed(program: Program) -> dict[str, Statement]:
-    """Map the name of each input that must be dense to a statement that needs it dense."""
+    """Return a map from the name of each input that must be dense to a statement that needs it dense."""
     roots, inputs = _roots(program), {v.name for v in program.inputs}
     places = {s.out.name for s in program.walk() if isinstance(s, Rank)}
     needed: dict[str, Statement] = {}
@@ -274,8 +283,9 @@ def _needed(program: Program) -> dict[str, Statement]:
 
 
 def _within_rank(s: Put, places: set[str]) -> bool:
-    """Return True if a put copies within the rank, by a kernel that takes any strides.
+    """Return True if a put copies within this rank.
 
-    `places` are the names of indices that hold this rank's position.
+    Such a copy is made by a kernel that accepts operands with any strides. `places` holds the names of indices that
+    hold this rank's position.
     """
     return not s.multiprocessors and isinstance(s.peer, Ref) and s.peer.value.name in places

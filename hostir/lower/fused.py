@@ -1,8 +1,8 @@
 """Passes `fused` and `push`: each rank sends blocks of rows to all ranks, and one kernel waits for each block.
 
 For an allgather, a block is one rank's shard, and a matmul waits for the blocks. But if the matmul sums over the
-gathered axis, a block is one rank's part of a slice of the rows. For a reduce_scatter, the blocks are the rows that a
-matmul makes for each other rank, and a sum waits for the blocks of all ranks. In `fused` the matmul sets a flag after
+gathered axis, a block is one rank's part of a slice of the rows. For a reduce_scatter, a block has the rows that a
+matmul makes for one other rank, and a sum waits for the blocks of all ranks. In `fused` the matmul sets a flag after
 each block, so copies begin while it runs. In `push` copies begin when the matmul has ended. An allreduce either sums
 all rows on every rank, or is a reduce_scatter and an allgather: `hostir/lower/allreduces.py` decides.
 
@@ -14,7 +14,7 @@ for the count, and a separate kernel reduces. The two passes differ in who moves
 - in `fused`, copy engines move them, which costs the matmul no SMs;
 - in `push`, a few SMs of the sending rank move them, in one kernel before the kernel that waits. This is for few rows:
   a kernel writes to peers and sets flags in less time than copy engines take to start. The waiting kernel starts while
-  the copying kernel runs. On CUDA with Triton's kernels, a product of few rows itself stores its result to the peers
+  the copying kernel runs. On CUDA with Triton's kernels, a product of few rows stores its result directly to the peers
   (`hostir.machines.pushes.PushedProduct`). Low-latency collectives also store to peers from kernels: NCCL's LL
   protocols, and the one-shot kernels of TensorRT-LLM and of torch's symmetric memory.
 """
@@ -60,7 +60,7 @@ from hostir.lower.transfers import Mover
 
 @dataclass(frozen=True)
 class Fused(Pass):
-    """Replaces collectives of rows by copies to all peers and a kernel that waits for each block of rows."""
+    """Replaces collectives of rows by copies to all peers, and by a kernel that waits for each block of rows."""
 
     name = "fused"
     streams: int = 4
@@ -73,9 +73,10 @@ class Fused(Pass):
 
 @dataclass(frozen=True)
 class Push(Pass):
-    """Replaces collectives of rows by a kernel that copies to all ranks and a kernel that waits for each block of rows.
+    """Replaces each collective of rows by two kernels.
 
-    The second kernel starts while the first kernel runs.
+    The first kernel copies to all ranks. The second kernel waits for each block of rows, and starts while the first
+    kernel runs.
     """
 
     name = "push"
@@ -86,12 +87,13 @@ class Push(Pass):
 
 
 def sent(program: Program, strategy: str, mover: Mover, pieces: Pieces, steps: AllReduceSteps) -> Program:
-    """Return the host program of a fusion in which each rank sends its blocks of rows to the others.
+    """Return the host program of a fusion in which each rank sends its blocks of rows to the other ranks.
 
     Args:
         strategy: the name of the pass, for messages.
         mover: the hardware that copies the blocks.
-        pieces, steps: choose how many blocks a reduce_scatter or an allreduce has.
+        pieces: chooses the number of pieces into which a reduce_scatter cuts the rows for a rank.
+        steps: chooses the number of steps of an allreduce, and the number of its blocks or chunks.
     """
 
     def two(s: AllReduce) -> bool:
@@ -125,8 +127,8 @@ class _Sending:
     """Builds the host program of `sent`, statement by statement.
 
     Args:
-        chunked: the allreduces that run in chunks. Each is mapped to the product that makes its rows, if this product
-            runs in chunks as well; else to None.
+        chunked: the allreduces that run in chunks. An allreduce is mapped to the product that makes its rows if this
+            product runs in chunks, too; else to None.
     """
 
     def __init__(
@@ -156,7 +158,7 @@ class _Sending:
         self.workers = 0
 
     def add(self, s: Statement) -> None:
-        """Add one statement of the fusion."""
+        """Append one statement of the fusion to the host program, in its lowered form."""
         if isinstance(s, AllGather) and s.out.name in self.scales:
             send_scales(self.host, s)
         elif result_of(s).name in self.later:
@@ -175,7 +177,10 @@ class _Sending:
             self.compute(s)
 
     def gather(self, s: AllGather) -> None:
-        """Add the copies that send the rows of an allgather. The first reader of the rows will wait for them."""
+        """Append the copies that send the rows of an allgather.
+
+        The first statement that reads the rows will wait for them.
+        """
         sent_rows = (SentColumns if by_columns(s) else SentRows)(self.host, s, self.mover, self.scales)
         body = self.host.program.body
         behind = [each for each in self.sums if each in body[body.index(s) :]]
@@ -186,15 +191,15 @@ class _Sending:
     def scatter(self, s: Reduction, product: Contraction | None = None) -> ScatteredRows:
         """Return the builder of a sum over ranks.
 
-        `product` is the product that makes the rows, if copies may begin while it runs.
+        `product` is the product that makes the rows, if copies may begin while this product runs.
         """
         return ScatteredRows(self.host, s, self.mover, self.pieces, self.steps, product)
 
     def compute(self, s: Statement) -> None:
-        """Add a computation or a view.
+        """Append a computation or a view to the host program.
 
-        If it reads gathered rows, it waits for them. If it makes rows that are summed up over ranks, it sets the flags
-        that the copies of these rows wait for.
+        If it reads gathered rows, it waits for them. If its result has rows that are summed up over ranks, it sets the
+        flags that the copies of these rows wait for.
         """
         scatter = None
         if isinstance(s, Contraction) and (scatter_of := self.leaving.get(s.out.name)) is not None:
@@ -219,10 +224,11 @@ class _Sending:
 
 
 def added_onto(program: Program) -> tuple[Program, dict[str, Value]]:
-    """Replace each addition of a product and another partial sum by `matmul ... plus`; return the new program.
+    """Replace each addition of a product and another partial sum by `matmul ... plus`.
 
     Then the product is added to the other partial sum in place. So a single kernel finishes the rows, and can set their
-    flags. Also return a map from the name of each such partial sum to the result that takes over its memory.
+    flags. Return the new program, and a map: the name of each such partial sum is mapped to the result that takes over
+    its memory.
     """
     makers, users, names = {result_of(s).name: s for s in program.body}, users_of(program), Names.of(program)
     body, onto = [*program.body], dict[str, Value]()
@@ -244,10 +250,14 @@ def added_onto(program: Program) -> tuple[Program, dict[str, Value]]:
 def _added(
     s: Add, makers: Mapping[str, Statement], users: Mapping[str, list[Statement]], outputs: Collection[str]
 ) -> tuple[Contraction, Value] | None:
-    """Return the term of an addition of partial sums that can become `matmul ... plus`, and the other term.
+    """Return the terms of an addition: first the product that can become `matmul ... plus`, then the other term.
 
-    Return None if neither term can become one. `users` has the readers of each tensor, and `makers` has the statement
-    that computes it. The keys of both are names of tensors. `outputs` are the names of the program's outputs.
+    Both terms are partial sums. Return None if neither term can become `matmul ... plus`.
+
+    Args:
+        makers: for the name of each tensor, the statement that computes the tensor.
+        users: for the name of each tensor, the statements that read the tensor.
+        outputs: the names of the program's outputs.
     """
     alone = all(len(users[v.name]) == 1 and v.name not in outputs and v.type == s.out.type for v in s.operands)
     if not alone or not s.out.tensor.partial or not all(isinstance(makers.get(v.name), TensorOp) for v in s.operands):
@@ -262,7 +272,11 @@ def _added(
 
 
 def _in_chunks(s: AllReduce, program: Program) -> bool:
-    """Return True if an allreduce in two steps runs in chunks, because no matmul can wait for its gathered rows."""
+    """Return True if an allreduce in two steps runs in chunks.
+
+    Its chunks must be contiguous. It does not run in chunks if a matmul can wait for the gathered rows, or if the
+    product that makes the rows itself waits for gathered rows.
+    """
     readers = [user for rows in _finished(s, program) for user in program.body if reads_rows(user, rows)]
     maker = maker_of_rows(program, s)
     waits = isinstance(maker, Contraction) and any(
@@ -274,7 +288,7 @@ def _in_chunks(s: AllReduce, program: Program) -> bool:
 def _finished(s: AllReduce, program: Program) -> Iterator[Value]:
     """Yield the result of an allreduce, and the results of the elementwise statements and norms that follow it.
 
-    Each of these statements is the only reader of the result before it.
+    The walk ends at the first result that is an output, or that has more than one reader.
     """
     rows = s.out
     yield rows
@@ -286,9 +300,9 @@ def _finished(s: AllReduce, program: Program) -> Iterator[Value]:
 
 
 def _product_in_chunks(s: AllReduce, program: Program, chunks: int) -> Contraction | None:
-    """Return the product that makes the rows of an allreduce, if it can be computed in chunks; else None.
+    """Return the product that makes the rows of an allreduce, if the product can be computed in chunks; else None.
 
-    Nothing but the allreduce may read its result.
+    The allreduce must be the only reader of the product's result.
     """
     maker, axis = next((other for other in program.body if result_of(other) == s.x), None), rows_axis(s)
     if axis is None or s.x in program.outputs or len(users(program, s.x)) > 1 or not isinstance(maker, Contraction):
@@ -300,7 +314,7 @@ def _product_in_chunks(s: AllReduce, program: Program, chunks: int) -> Contracti
 
 
 def _sums_of_products(rows: RowCollectives, sums: Iterable[Reduction]) -> dict[str, Reduction]:
-    """Map the name of each product's result to the first collective that sums up its rows."""
+    """Return a map from the name of each product's result to the first collective that sums up its rows."""
     sum_of: dict[str, Reduction] = {}
     for scatter in sums:
         if (product := product_of_rows(rows.program, scatter)) is not None:
@@ -311,7 +325,7 @@ def _sums_of_products(rows: RowCollectives, sums: Iterable[Reduction]) -> dict[s
 def _in_blocks(s: RowCollective) -> bool:
     """Return True if the rows of a collective are a sequence of equal blocks, each with a piece of every rank's shard.
 
-    For rows that are summed up, the number of blocks must be an integer, not a symbol.
+    If the rows are summed up, the number of blocks must be an integer, not a symbol.
     """
     if isinstance(s, AllGather) and by_columns(s):  # these are sent in slices of rows
         return True
@@ -326,7 +340,7 @@ def _needs_block_axes(s: RowCollective) -> bool:
 
 
 def _matmuls_first(rows: RowCollectives) -> Program:
-    """Return the program with statements moved so that the first reader of gathered rows is a matmul, if possible.
+    """Return the program with its statements reordered: if possible, a matmul is the first reader of gathered rows.
 
     A matmul can wait for the rows block by block.
     """

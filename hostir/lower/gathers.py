@@ -23,9 +23,9 @@ class SentRows:
     """Builds one allgather: the copies of this rank's shard to all ranks, and the matmul that waits for all shards.
 
     Fields:
-        joined_later: True if a later sum over the same ranks adds copies to the same stream after these copies. The
-            caller's stream then waits only for the later copies. A sum over other ranks does not count, because its
-            kernel could hold the SMs that the signals of these copies need.
+        joined_later: True if a sum over the same ranks follows, and appends its copies to the same stream as this
+            allgather. The caller's stream then waits only for the copies of the sum. A sum over other ranks does not
+            count, because its kernel could hold the SMs that the signals of the allgather's copies need.
     """
 
     joined_later = False
@@ -48,14 +48,15 @@ class SentRows:
         self.workers = self.transfers.workers
 
     def count(self) -> Size:
-        """Return the number of blocks in which this rank's shard is sent."""
+        """Return the number of blocks into which this rank's shard is cut."""
         return ONE if self.axis is None else self.gather.x.tensor.local_shape[self.axis]
 
     def send(self) -> None:
-        """Add the copies of the shard to all ranks: first to the previous rank, then to the rank before it, and so on.
+        """Append the copies of the shard to all ranks.
 
-        So each rank gets the shard of the next rank first, then the shard of the rank after it, and so on. The shard is
-        also copied within the rank if the matmul cannot read it in place.
+        The first copy goes to the previous rank, the second to the rank before that rank, and so on. So each rank gets
+        the shard of the next rank first, then the shard of the rank after it, and so on. The shard is also copied
+        within the rank if the matmul cannot read it in place.
         """
         index, ranks, transfers = self.host.index("i"), self.team.ranks, self.transfers
         note = "to the rank that multiplies these rows next" if self.multiplied else ""
@@ -88,7 +89,7 @@ class SentRows:
         return Blocks(x, mine, (*views, Shard(buffer, mine, span=self.gather.span)), flag, index, count)
 
     def copy_own(self) -> list[Statement]:
-        """Return the statements that copy the local rows to this rank's buffer, and signal that they are there."""
+        """Return the statements that copy the local rows to this rank's buffer and signal the arrival of these rows."""
         s, signal = self.gather, self.transfers.signal(self.blocks, self.team.rank)
         mine = Value(self.host.names.fresh("mine"), self.x.tensor, s.span)
         note = "the matmul begins with these rows" if self.multiplied else ""
@@ -99,15 +100,15 @@ class SentRows:
 
     @property
     def copies_own(self) -> bool:
-        """True if the local rows are copied to the buffer, too; False if the matmul reads them in place.
+        """True if the local rows are also copied to the buffer; False if the matmul reads them in place.
 
-        The matmul reads them in place under these conditions:
+        The matmul reads them in place if all of these conditions hold:
 
         - the local rows are one block;
-        - this matmul is the only reader of the gathered rows;
+        - the gathered rows have only one reader, the matmul;
         - copy engines move the other rows;
-        - the matmul reads no other gathered tensor, except the scales of the rows. Before it starts, it would wait for
-          all blocks of the other tensor.
+        - the matmul reads no other gathered tensor, except the scales of the rows. It would wait for all blocks of
+          another gathered tensor before it starts.
         """
         users = self.host.users.get(self.gather.out.name, [])
         if self.mover.sms or self.axis is not None or self.unshared is not None or len(users) != 1:
@@ -116,9 +117,9 @@ class SentRows:
         return any(isinstance(s, AllGather) and s.out.name in operands for s in self.host.program.body)
 
     def multiply(self, s: Contraction, scatter: ScatteredRows | None) -> None:
-        """Add the matmul that waits for the blocks, and make the caller's stream wait for this rank's copies.
+        """Append the matmul that waits for the blocks, and make the caller's stream wait for this rank's copies.
 
-        Other statements may then read the rows. `scatter` is the sum over ranks of the matmul's result, if any.
+        After that, other statements may read the rows. `scatter` is the sum over ranks of the matmul's result, if any.
         """
         waits = self.waits()
         self.host.destination(s.out)
@@ -133,13 +134,19 @@ class SentRows:
         return {"ready": self.transfers.flags, "first": self.team.rank, "own": source, "note": note}
 
     def wait(self) -> None:
-        """Make the caller's stream wait for all blocks. This is for rows that a statement other than a matmul needs."""
+        """Append statements that make the caller's stream wait for all blocks.
+
+        This is for rows that a statement other than a matmul needs.
+        """
         index, count = self.host.index("i"), self.blocks.count * self.team.ranks
         self.host.body.append(For(index.value, count, (self.transfers.wait(index),)))
         self.finish()
 
     def finish(self) -> None:
-        """Make the caller's stream wait for this rank's copies; copy the rows out of the buffer if needed."""
+        """Append the wait of the caller's stream for this rank's copies.
+
+        If other statements need the gathered rows, also append a copy of the rows out of the buffer.
+        """
         if not self.joined_later:
             self.transfers.join()
         if self.unshared:
@@ -150,7 +157,7 @@ class SentRows:
 
 
 class SentColumns(SentRows):
-    """Builds one allgather of the axis that matmuls sum over. Each rank has some columns of all rows.
+    """Builds one allgather of the axis over which matmuls sum. Before it, each rank has some columns of all rows.
 
     The rows are cut into slices. Each rank sends its part of every slice to all ranks. The matmul waits for one flag
     for each slice. A worker stream sets this flag when the parts of all peers have arrived.
@@ -179,7 +186,7 @@ class SentColumns(SentRows):
         return Blocks(source, target, tuple(views), self.flag(index, self.team.rank), index, count)
 
     def flag(self, slice: Expr, rank: Expr) -> Expr:
-        """Return the index of the flag which says that a rank's part of a slice has arrived."""
+        """Return the index of the flag that is set when a rank's part of a slice has arrived."""
         return Bin("+", Bin("*", slice, Lit(self.team.ranks)), rank)
 
     def copy_own(self) -> list[Statement]:
@@ -194,7 +201,10 @@ class SentColumns(SentRows):
         return True
 
     def waits(self) -> dict[str, Any]:
-        """Return the fields of the matmul that make it wait for the slices; add the statements that set their flags."""
+        """Return the fields of the matmul that make it wait for the slices.
+
+        Append the statements that set the flags of the slices.
+        """
         host, flags = self.host, self.transfers.row(f"{self.gather.out.name}_whole", self.blocks.count)
         index = host.index("s")
         raised = Signal(flags, index, ARRIVED, self.team.rank, self.team.over, span=self.gather.span)
@@ -203,7 +213,7 @@ class SentColumns(SentRows):
         return {"ready": flags, "note": "each slice of the rows when all parts of it are there"}
 
     def wait(self) -> None:
-        """Make the caller's stream wait for all parts of all slices."""
+        """Append statements that make the caller's stream wait for all parts of all slices."""
         index = self.host.index("s")
         self.host.body.append(For(index.value, self.blocks.count, (self.arrivals(index),)))
         self.finish()

@@ -33,11 +33,11 @@ from hostir.lower.propagate import keeps_dense, result_of, splits_only, users_of
 
 @dataclass(frozen=True)
 class Front:
-    """A view of a tensor in which the axis that is communicated is outermost.
+    """A view of a tensor in which the communicated axis is outermost.
 
-    The view first splits axes of the tensor, and then permutes the axes. `split` is the type of the tensor after the
-    split, and `order` is the permutation. Communications need dense buffers. So the tensor is copied if the permutation
-    changes the order of its elements.
+    The view first splits axes of the tensor, and then permutes them. `split` is the type of the tensor after the split,
+    and `order` is the permutation. Communications need dense buffers. So the tensor is copied if the permutation
+    changes the order of the elements.
     """
 
     split: TensorType
@@ -91,9 +91,9 @@ def fronts(s: Communication, x: TensorType, out: TensorType) -> tuple[Front, Fro
 
 
 def _exchange(mark: str, x: TensorType, out: TensorType) -> tuple[Front, Front]:
-    """Return the views of the operands of an alltoall over D ranks.
+    """Return the view of `x` and the view of `out` for an alltoall over D ranks.
 
-    `x` is `[.., A@m, .., B, ..]` and is seen as `[D, A@m, rest]`. `out` is `[.., A, .., B@m, ..]` and is seen as
+    `x` is `[.., A@m, .., B, ..]`, and its view is `[D, A@m, rest]`. `out` is `[.., A, .., B@m, ..]`, and its view is
     `[D@m, A, rest]`.
     """
     a = x.axis_on(mark)
@@ -129,9 +129,9 @@ def modulo(expr: Expr, ranks: int) -> Expr:
 
 
 class Scope:
-    """A body of statements under construction, of a program or a loop.
+    """The statements of a body under construction. The body belongs to a program or to a loop.
 
-    Its methods add statements together with the buffers, views and copies that these statements need.
+    The methods append statements, together with the buffers, views and copies that these statements need.
     """
 
     def __init__(self, names: Names) -> None:
@@ -141,10 +141,13 @@ class Scope:
 
     @abstractmethod
     def scratch(self, name: str, type: TensorType, like: Value) -> Value:
-        """Allocate a dense buffer of a type, and return it. Errors about the buffer point at the place of `like`."""
+        """Append the allocation of a dense buffer of a type; return the buffer.
+
+        Errors about the buffer point at the place of `like` in the source.
+        """
 
     def add(self, s: Statement) -> None:
-        """Add a statement, and before it the copies or views of operands that need another memory layout."""
+        """Append a statement. Before it, append copies or views of operands that need another memory layout."""
         if isinstance(s, ViewStatement):
             self.view(s)
         elif isinstance(s, Communication):
@@ -153,7 +156,10 @@ class Scope:
             self.body.append(s)
 
     def view(self, s: ViewStatement) -> Value:
-        """Add a view, and return its result. Before a reshape that strides cannot express, add a dense copy."""
+        """Append a view, and return its result.
+
+        If the view is a reshape that needs a dense operand, first append a dense copy.
+        """
         if isinstance(s, Reshape) and s.x.name not in self.dense and not splits_only(s):
             dense = self.scratch(f"{s.x.name}_dense", s.x.tensor, s.x)
             note = f"copy: {s.x} does not lie in one piece, as a reshape that merges axes needs it to"
@@ -165,7 +171,7 @@ class Scope:
         return s.out
 
     def see(self, value: Value, front: Front) -> Value:
-        """Add the views of `front`, and return the value with the communicated axis outermost."""
+        """Append the views of `front`; return their result, a view of `value` with the communicated axis outermost."""
         if front.split.axes != value.tensor.axes:
             split = Value(self.names.fresh(f"{value.name}_split"), front.split, value.span)
             value = self.view(Reshape(value, split, span=value.span))
@@ -175,7 +181,7 @@ class Scope:
         return value
 
     def communicate(self, s: Communication) -> None:
-        """Add a communication and the wait for it. Also add the views and copies that its memory layout needs."""
+        """Append a communication and the wait for it. Also append the views and copies that its memory layout needs."""
         x, out = s.x, s.out
         if seen := fronts(s, x.tensor, out.tensor):
             x, out = self.see(x, seen[0]), self.see(out, seen[1])
@@ -187,7 +193,10 @@ class Scope:
             self.body.append(DenseCopy(out=out, x=target, span=s.span, note=_why(s, s.out)))
 
     def packed(self, x: Value, s: Communication) -> Value:
-        """Return the operand `x` of a communication if it is dense; otherwise add a dense copy and return it."""
+        """Return the operand `x` of a communication if it is dense.
+
+        Otherwise append a dense copy, and return the copy.
+        """
         if x.name in self.dense:
             return x
         dense = self.scratch(f"{s.x.name}_packed", x.tensor, x)
@@ -200,7 +209,10 @@ def _why(s: Communication, operand: Value) -> str:
 
 
 class Host(Scope):
-    """Builds the host program of a fusion. It holds the statements outside loops, and the buffers of all statements."""
+    """Builds the host program of a fusion.
+
+    The builder holds the statements outside loops, and the buffers of all statements.
+    """
 
     def __init__(self, program: Program, ordered: Collection[tuple[str, str]] = ()) -> None:
         super().__init__(Names.of(program))
@@ -217,7 +229,7 @@ class Host(Scope):
 
     @cached_property
     def user(self) -> Ref:
-        """The caller's stream. The first use puts a `current_stream` at the beginning of the program."""
+        """The caller's stream. The first use puts a `current_stream` statement at the beginning of the program."""
         stream = Value(self.names.fresh("user"), Kind.STREAM)
         self.body.insert(0, CurrentStream(stream))
         return Ref(stream)
@@ -230,13 +242,13 @@ class Host(Scope):
         return self.teams[key]
 
     def index(self, name: str) -> Ref:
-        """Return a new loop index. Its name may be used again by a later loop."""
+        """Return a new loop index. A later loop may use the same name for its index."""
         index = Ref(Value(self.names.fresh(name), Kind.INDEX))
         self.names.taken.discard(index.value.name)
         return index
 
     def add_unsliced(self, s: Statement) -> None:
-        """Add a statement of the fusion outside any loop; its result is a new buffer, or a view."""
+        """Append a statement of the fusion outside any loop. Its result is a new buffer, or a view."""
         out = result_of(s)
         if out.name in self.folded:
             return
@@ -246,7 +258,7 @@ class Host(Scope):
         self.add(s.rename(self.values))
 
     def destination(self, out: Value) -> Value:
-        """Return the buffer of a result; allocate it on first use."""
+        """Return the buffer of a result. The first use allocates it."""
         if out.name not in self.values:
             self.values[out.name] = self.buffer(out)
         return self.values[out.name]
@@ -258,9 +270,9 @@ class Host(Scope):
         return buffer
 
     def buffer(self, value: Value) -> Value:
-        """Allocate a buffer for a value, and return it.
+        """Append the allocation of a buffer for a value; return the buffer.
 
-        If only an allreduce reads the value, the value gets the memory of the allreduce's result instead.
+        If only an allreduce reads the value, use the memory of the allreduce's result instead of a new buffer.
         """
         host = replace(value, type=value.tensor.host())
         self.dense.add(host.name)
@@ -293,7 +305,7 @@ class Host(Scope):
     def only_user(self, value: Value) -> Statement | None:
         """Return the only statement that reads a value.
 
-        Return None if no statement or several statements read the value, or if it is an output.
+        Return None if the value is an output, or if no statement or several statements read it.
         """
         users = self.users.get(value.name, [])
         return users[0] if len(users) == 1 and value.name not in self.outputs else None

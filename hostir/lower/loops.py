@@ -18,11 +18,11 @@ from hostir.lower.slices import SlicedGroup, operand_places
 
 
 class Slices(Scope):
-    """Builds the statements of a group for one slice of its tensors.
+    """Builds the body of a loop: the statements of a group for one slice of its tensors.
 
     Args:
         host: the host program around the loop, which holds the unsliced tensors.
-        index: the index of the slice, such as the loop's index.
+        index: the index of the slice, for example the loop's index.
         suffix: the end of the names of slices.
     """
 
@@ -49,7 +49,7 @@ class Slices(Scope):
             self.body.append(self.spread[out.name])
 
     def sliced(self, s: Statement) -> Statement:
-        """Return the statement with slices in the place of the tensors that are sliced.
+        """Return the statement with its sliced tensors replaced by their slices.
 
         If a slice does not have the sliced axis, the axis numbers in the statement refer to the remaining axes.
         """
@@ -66,7 +66,10 @@ class Slices(Scope):
         return renamed
 
     def viewed(self, s: ViewStatement, out: Value) -> None:
-        """Add a view of slices to the loop. If its result is needed outside, also copy it to the unsliced tensor."""
+        """Append a view of slices to the loop.
+
+        If its result is needed outside the loop, also copy it to the unsliced tensor.
+        """
         view = self.slices[out.name] = self.fresh(out, self.group.places[out.name].slice(out.tensor))
         self.add(self.sliced(s))
         if self.escapes(out):
@@ -81,10 +84,11 @@ class Slices(Scope):
         return Value(self.names.fresh(f"{value.name}_{self.suffix}"), type, value.span)
 
     def slice_of(self, full: Value, value: Value) -> tuple[Value, bool]:
-        """Return a view of the slice in an unsliced tensor, and True if the view has the slice's type.
+        """Return a view of one slice of a tensor, and True if the view has the type of a slice.
 
-        A rank may hold several blocks outside the slices, so that a slice is not contiguous. Then the view has these
-        blocks as a separate axis, and the second result is False.
+        `value` is the tensor in the fusion, and `full` is the same tensor in the host program, unsliced. A rank may
+        hold several blocks of the axis outside the sliced part, so that a slice is not contiguous. Then the view has
+        these blocks as a separate axis, and the second result is False.
         """
         place, type, index = self.group.places[value.name], full.tensor, self.index
         k = place.axis
@@ -108,7 +112,10 @@ class Slices(Scope):
         return out, False
 
     def outside(self, value: Value) -> Value:
-        """Return the slice of a tensor that is computed outside the loop; copy the slice if it is not contiguous."""
+        """Return the slice of a tensor that is computed outside the loop.
+
+        If the slice is not contiguous, return a copy of it.
+        """
         view, exact = self.slice_of(self.host.values[value.name], value)
         if exact:
             return view
@@ -117,7 +124,7 @@ class Slices(Scope):
         return stage
 
     def staged(self, value: Value) -> Value:
-        """Allocate a buffer for the slices of a value, and return this round's slice."""
+        """Allocate a buffer for all slices of a value, and return the slice of this round in it."""
         name = f"{value.name}_slices"
         if value.name not in self.host.values:
             name = value.name
@@ -125,9 +132,9 @@ class Slices(Scope):
         return self.scratch(name, self.group.places[value.name].slice(value.tensor), value)
 
     def scratch(self, name: str, type: TensorType, like: Value) -> Value:
-        """Allocate a buffer with one slice for each round, and return this round's slice.
+        """Allocate a buffer with one slice for each round, and return the slice of this round.
 
-        So rounds that overlap do not share memory.
+        So rounds that run at the same time do not share memory.
         """
         rounds = type.with_axes([Axis.of(self.group.count), *type.axes])
         buffer = self.host.scratch(name, rounds, like)
@@ -139,7 +146,8 @@ class Slices(Scope):
     def into(self, source: Value, target: Value, why: str) -> Statement:
         """Return the statement that copies a slice from `source` to `target`; `why` is the reason, for a comment.
 
-        One of the two may have the blocks outside the slice as a separate axis. The other is then reshaped to match.
+        In one of the two tensors, the blocks outside the slice may be a separate axis. The other tensor is then
+        reshaped to match.
         """
         if len(source.tensor.axes) < len(target.tensor.axes):
             source = self.blocks(source, target.tensor)
@@ -154,8 +162,9 @@ class Slices(Scope):
     def destination(self, out: Value) -> Value:
         """Return the memory for the slice of a result.
 
-        It is a view of the unsliced tensor if the result is needed outside the loop, else a slice of a buffer. A slice
-        that is not contiguous is computed in a buffer, and `spread` then has the copy to the unsliced tensor.
+        If the result is needed outside the loop, this is a view of the unsliced tensor; otherwise it is a slice of a
+        buffer. If the view would not be contiguous, the slice is computed in a buffer, and `spread` gets the statement
+        that copies it to the unsliced tensor.
         """
         if out.name not in self.host.values and not self.escapes(out):
             reduce = self.host.only_reduced(out)
@@ -168,10 +177,10 @@ class Slices(Scope):
         return stage
 
     def partial_of(self, out: Value, reduce: AllReduce) -> Value:
-        """Return the memory for the slice of a partial sum that only an allreduce reads.
+        """Return the memory for the slice of a partial sum. An allreduce is the only reader of this sum.
 
-        This is the slice of the allreduce's result, so the allreduce works in place. But if the slice of the result is
-        not contiguous, it is a slice of another buffer.
+        The memory is the slice of the allreduce's result, so that the allreduce works in place. But if that slice is
+        not contiguous, the memory is a slice of a separate buffer.
         """
         target = self.slices[reduce.out.name] = self.destination(reduce.out)
         if target.name not in self.dense:

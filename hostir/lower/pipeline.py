@@ -1,4 +1,7 @@
-"""Passes `sequential` and `pipeline`: run every statement unsliced, or run statements with a Stream axis in a loop."""
+"""Passes `sequential` and `pipeline`. `sequential` runs every statement unsliced. `pipeline` runs statements in a loop.
+
+The loop has one round for each slice along the Stream axis.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +38,11 @@ class Sequential(Pass):
 
 @dataclass(frozen=True)
 class Pipeline(Pass):
-    """Makes a loop over the Stream axis: each round selects, communicates and computes one slice.
+    """Makes a loop over the slices of the Stream axis: each round selects, communicates and computes one slice.
 
     It generalises nvFuser's collective-based pipeline (its pull request 3606, later its StreamParallelType pass): all
     statements that can be sliced along the Stream axis run in one loop. A communication outside of all loops gets a
-    comment that says why.
+    comment with the reason.
     """
 
     name = "pipeline"
@@ -58,7 +61,7 @@ class Pipeline(Pass):
 
 
 def with_reasons(program: Program, reasons: Mapping[str, str]) -> Program:
-    """Return the program with a note on each communication that cannot overlap.
+    """Return the program with a comment on each communication that cannot overlap.
 
     `reasons` maps the name of a communication's result to the reason.
     """
@@ -70,7 +73,7 @@ def with_reasons(program: Program, reasons: Mapping[str, str]) -> Program:
 
 
 def build(program: Program, loops: list[SlicedGroup]) -> Program:
-    """Return the host program that runs these groups in loops, and the rest of the fusion unsliced."""
+    """Return the host program that runs the groups `loops` in loops, and the rest of the fusion unsliced."""
     host = Host(program)
     for step in schedule(program.body, loops):
         if isinstance(step, SlicedGroup):
@@ -90,9 +93,9 @@ def loop(host: Host, group: SlicedGroup) -> For:
 
 
 def annotated(program: Program) -> Iterator[tuple[Statement | None, Value, SlicePlace]]:
-    """Yield, for each tensor with a Stream factor, its statement, the tensor, and the place of its slices.
+    """Yield a tuple for each tensor with a Stream factor: its statement, the tensor, and the place of its slices.
 
-    The statement of an input is None.
+    The statement is the one that defines the tensor; None for an input.
     """
     for s, value in [*((None, v) for v in program.inputs), *((s, result_of(s)) for s in program.body)]:
         parts = [(k, stream_place(a)) for k, a in enumerate(value.tensor.axes)]
@@ -114,7 +117,7 @@ def _refusal(s: Statement, reason: str) -> HostIRError:
 def groups(program: Program) -> list[SlicedGroup]:
     """Return the groups of statements that loops run slice by slice.
 
-    Each tensor with a Stream axis has a group, unless an earlier group slices it already.
+    There is one group for each tensor with a Stream axis, unless an earlier group already slices the tensor.
     """
     collected = _Groups(program)
     for s, value, place in annotated(program):
@@ -150,7 +153,7 @@ class _Groups:
     def joins(self, s: Statement, place: SlicePlace, group: SlicedGroup, required: bool = False) -> bool:
         """Add a statement to a group if it can be sliced at `place`; return True if it was added.
 
-        Raise HostIRError if it cannot be sliced but is `required`.
+        If the statement is `required` and cannot be sliced, raise HostIRError.
         """
         places = operand_places(s, place)
         if reason := why_not(s, place, places):
@@ -166,7 +169,10 @@ class _Groups:
         return True
 
     def add_with_producers(self, s: Statement, place: SlicePlace, group: SlicedGroup, required: bool = False) -> None:
-        """Add a statement to a group if it can be sliced, and then the producers of its operands in the same way."""
+        """Add a statement to a group if it can be sliced.
+
+        Then do the same with the statements that produce its operands.
+        """
         if result_of(s).name in self.taken or not self.joins(s, place, group, required):
             return
         for name, at in operand_places(s, place).items():
@@ -174,10 +180,10 @@ class _Groups:
                 self.add_with_producers(self.producer[name], at, group)
 
     def add_users(self, group: SlicedGroup, seed: Value) -> None:
-        """Add the readers of the loop's results that can be sliced.
+        """Add to the group those readers of its results that can be sliced.
 
-        `seed` is the tensor with the Stream axis. If a statement outside the loop needs results of the loop, its
-        result is available only after the loop. So readers of this result stay outside, too.
+        `seed` is the tensor with the Stream axis. A reader that cannot be sliced stays outside the loop, and its result
+        is available only after the loop. So the readers of this result stay outside, too.
         """
         outside: set[str] = set()  # values that are computed from the loop's results outside it, so after the loop
         inside = {result_of(s).name for s in group.statements}
@@ -200,9 +206,9 @@ class _Groups:
 def _needs_axis(s: Statement, place: SlicePlace) -> bool:
     """Return True if a slice of one element must keep the sliced axis, as an axis of extent 1.
 
-    The axis must stay if it is the columns of a product. It must also stay if another operand is broadcast along it and
-    has an axis there or further out. Shapes are aligned at their last axes, so the operand's axes would otherwise
-    shift.
+    In a product, the axis must stay if it is the axis of the columns. In an elementwise statement, it must stay if
+    another operand is broadcast along it and has an axis at the same place or further out. Shapes are aligned at their
+    last axes, so the axes of that operand would otherwise be aligned with the wrong axes.
     """
     if isinstance(s, Contraction):
         return place.axis == len(s.out.tensor.axes) - 1
@@ -214,8 +220,8 @@ def _needs_axis(s: Statement, place: SlicePlace) -> bool:
 def _remove_prerequisites(program: Program, group: SlicedGroup) -> None:
     """Remove from a group the statements that must be complete before the loop can run.
 
-    A statement S must be complete in two cases. Another statement of the group may read the unsliced result of S. Or a
-    statement outside the group may need the result of S, while the group needs the result of that outside statement.
+    There are two cases for such a statement S. Another statement of the group reads the unsliced result of S. Or a
+    statement outside the group needs the result of S, and the group needs the result of that outside statement.
     """
     while True:
         inside = {result_of(s).name for s in group.statements}

@@ -29,7 +29,7 @@ def operands_of(s: Statement) -> tuple[Value, ...]:
 
 
 def users_of(program: Program) -> dict[str, list[Statement]]:
-    """Map each tensor of a fusion to the statements that read or view it, with one entry for each use."""
+    """Return a map from each tensor of a fusion to the statements that read or view it, with one entry for each use."""
     users: dict[str, list[Statement]] = {}
     for s in program.body:
         for v in operands_of(s):
@@ -38,7 +38,7 @@ def users_of(program: Program) -> dict[str, list[Statement]]:
 
 
 def stream_place(axis: Axis) -> tuple[Size, Size] | None:
-    """Return the product of the factors outside the Stream factor, and the extent of the Stream factor.
+    """Return the product of the extents of the factors outside the Stream factor, and the extent of the Stream factor.
 
     Return None if the axis has no Stream factor.
     """
@@ -51,9 +51,9 @@ def stream_place(axis: Axis) -> tuple[Size, Size] | None:
 
 
 def keeps_dense(s: Statement) -> bool:
-    """Return True if a view is dense whenever its operand is dense.
+    """Return True if the result of a view is dense whenever the operand is dense.
 
-    That holds for a reshape, and for a permute that moves only axes of extent 1.
+    This is true for a reshape, and for a permute that moves only axes of extent 1.
     """
     if not isinstance(s, Permute):
         return isinstance(s, Reshape)
@@ -63,7 +63,7 @@ def keeps_dense(s: Statement) -> bool:
 
 
 def splits_only(s: Reshape) -> bool:
-    """Return True if a reshape only splits axes, so that it is a view whatever the operand's strides are."""
+    """Return True if a reshape only splits axes. Such a reshape is a view for all strides of the operand."""
     inside = [size for size in s.out.tensor.local_shape if not size.is_one]
     for rest in s.x.tensor.local_shape:
         while inside and not rest.is_one and is_multiple(rest, inside[0]):
@@ -75,7 +75,10 @@ def splits_only(s: Reshape) -> bool:
 
 @dataclass(frozen=True)
 class Propagate(Pass):
-    """Gives each tensor without a mesh a sharding: inputs are replicated, results are sharded to fit their operands."""
+    """Gives a sharding to each tensor without a mesh.
+
+    Inputs without a mesh are replicated. The sharding of a result follows from the shardings of the operands.
+    """
 
     name = "propagate"
     explicit_reshards = False
@@ -127,10 +130,10 @@ def _on(type: TensorType, mesh: Mesh) -> TensorType:
 
 
 def _wanted(program: Program) -> dict[str, TensorType]:
-    """Map the names of tensors to the shardings that they should have after a reduction, if they are partial sums.
+    """Return a map from names of tensors to the shardings that they get after a reduction, if they are partial sums.
 
-    A tensor with a declared sharding keeps it. Another tensor gets the sharding of its only user's result, if the user
-    is an elementwise computation, a norm or a reshape.
+    A tensor with a declared sharding keeps it. Another tensor gets the sharding of the result of its only user, if this
+    user is an elementwise computation, a norm or a reshape.
     """
     users = users_of(program)
     declared = [*program.inputs, *(result_of(s) for s in program.body)]
@@ -160,9 +163,10 @@ def _parts(type: TensorType) -> list[Size]:
 
 
 def _sharded(s: Statement, declared: TensorType, wanted: TensorType | None) -> TensorType:
-    """Return the type of a statement's result. The operands decide its sharding, and `declared` its Stream factors.
+    """Return the type of a statement's result.
 
-    If possible, a partial sum is reduced to the sharding of `wanted`.
+    The operands decide its sharding, and `declared` decides its Stream factors. If possible, a partial sum is reduced
+    to the sharding of `wanted`.
     """
     if isinstance(s, Reshard):
         return replace(declared, mesh=s.x.tensor.mesh)
@@ -193,7 +197,7 @@ def _one_mesh(op: TensorOp) -> Sequence[TensorType]:
 def _reduced(type: TensorType, goal: TensorType) -> TensorType:
     """Return the type of a partial sum after its reduction.
 
-    The reduced tensor is sharded like `goal` on axes that `goal` shards over mesh axes of the sum.
+    If `goal` shards an axis over a mesh axis of the sum, the reduced tensor shards this axis in the same way.
     """
     axes = list(type.axes)
     for k, wanted in enumerate(goal.host().axes):
@@ -203,7 +207,7 @@ def _reduced(type: TensorType, goal: TensorType) -> TensorType:
 
 
 def _with_stream(s: Statement, axis: Axis, declared: Axis, mesh: Mesh | None) -> Axis:
-    """Return `axis` with the Stream factor of the declared axis; raise if slices would cut across ranks."""
+    """Return `axis` with the Stream factor of the axis `declared`. Raise HostIRError if a slice would span ranks."""
     place = stream_place(declared)
     if place is None:
         return axis

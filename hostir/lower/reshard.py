@@ -1,4 +1,7 @@
-"""Passes `reshard` and `communicate`: make changes of sharding explicit, then turn them into communications."""
+"""Passes `reshard` and `communicate`. The first makes each change of sharding a statement, a reshard.
+
+The second turns the reshards into communications.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +38,8 @@ from hostir.lower.shardings import OperandShardings, choose, choose_view
 class MakeReshards(Pass):
     """Inserts a reshard wherever an operand or a result does not have the sharding that it needs.
 
-    An operand needs the sharding with which its statement computes. A result needs its declared sharding. Afterwards
-    every change of sharding is a statement.
+    An operand needs the sharding with which its statement computes. A result needs its declared sharding. After this
+    pass, every change of sharding is a statement.
     """
 
     name = "reshard"
@@ -52,7 +55,10 @@ class MakeReshards(Pass):
 
 
 def _explicit(s: Statement, names: Names, resharded: dict[tuple[str, TensorType], Value]) -> Iterator[Statement]:
-    """Yield the statement, with reshards of its operands before it and of its result after it."""
+    """Yield a statement and the reshards that it needs.
+
+    The reshards of its operands come before it, and the reshard of its result comes after it.
+    """
     declared = result_of(s).tensor
     if isinstance(s, Reshard):
         yield from chain(s.x, s.out, s, names)
@@ -102,7 +108,7 @@ def _choice(s: Statement, declared: TensorType) -> OperandShardings:
 def _added_once(bias: Value, product: TensorType) -> bool:
     """Return True if a bias must be added after the reduction of a partial product.
 
-    That is so unless the bias is a partial sum over the same mesh axes.
+    Only a bias that is a partial sum over the same mesh axes can be added before the reduction.
     """
     return bool(product.partial) and bias.tensor.partial != product.partial
 
@@ -110,7 +116,7 @@ def _added_once(bias: Value, product: TensorType) -> bool:
 def _bias_last(
     s: Linear | ScaledMatmul, names: Names, resharded: dict[tuple[str, TensorType], Value]
 ) -> Iterator[Statement]:
-    """Yield the product without bias, its reduction, and the addition of the bias.
+    """Yield the product without its bias, the reduction of this product, and the addition of the bias.
 
     So the bias is added once to the sum, instead of once on every rank.
     """
@@ -135,8 +141,8 @@ def _keep_stream(type: TensorType, declared: TensorType) -> TensorType:
 def chain(x: Value, out: Value, s: Statement, names: Names) -> Iterator[Statement]:
     """Yield the reshards that lead from `x` to `out`.
 
-    Each reshard changes the sharding over one mesh axis, or moves the tensor to another mesh. `s` is the statement to
-    blame in errors.
+    Each reshard changes the sharding over one mesh axis, or moves the tensor to another mesh. Errors point at the
+    statement `s`.
     """
     if partial := [mark for mark in out.tensor.partial if mark not in x.tensor.partial]:
         raise s.fail(f"{out} cannot be made a partial sum over {partial[0]}", expected="a complete result")
@@ -200,10 +206,10 @@ def _with_only(axis: Axis, marks: Sequence[str]) -> Axis:
 
 
 def _with_mark(type: TensorType, goal: TensorType, mark: str) -> TensorType | None:
-    """Return `type` after one more step to `goal`: an axis is also sharded over the mesh axis `mark`, as in `goal`.
+    """Return `type` after one step towards `goal`: one axis is then sharded over the mesh axis `mark`, too.
 
-    Return None if `goal` shards no axis over `mark`. Also return None if the current sharding of the axis is not what
-    remains of its sharding in `goal` without `mark`.
+    Return None if `goal` shards no axis over `mark`. Also return None if `goal`, without `mark`, shards this axis in
+    another way than `type` does.
     """
     k = goal.axis_on(mark)
     if k is None:
@@ -217,7 +223,8 @@ def _with_mark(type: TensorType, goal: TensorType, mark: str) -> TensorType | No
 def _between(current: TensorType, goal: TensorType, source: Mesh, target: Mesh) -> Iterator[TensorType]:
     """Yield the types of the tensor after each step from one mesh to another.
 
-    Partial sums are reduced on the source mesh. If no transfer fits the shardings, the tensor is gathered there, too.
+    Partial sums are reduced on the source mesh. If no transfer between meshes fits the shardings, the tensor is also
+    gathered on the source mesh.
     """
     for mark in current.partial:
         current = replace(current, partial=tuple(m for m in current.partial if m != mark))
@@ -246,9 +253,10 @@ def _in_line(type: TensorType, mesh: Mesh) -> bool:
 
 @dataclass(frozen=True)
 class Communicate(Pass):
-    """Turns each reshard into a communication, or into a view if a rank already has the elements.
+    """Turns each reshard into a communication, or into a view if each rank already has the elements.
 
-    If both terms of an addition are partial sums that are reduced in the same way, their sum is reduced once.
+    If both terms of an addition are partial sums that are reduced in the same way, they are added before the reduction,
+    and the sum is reduced once.
     """
 
     name = "communicate"
@@ -289,9 +297,9 @@ def _communication(s: Reshard, names: Names) -> Iterator[Statement]:
 
 
 def _shard(s: Reshard, mark: str, names: Names) -> Iterator[Statement]:
-    """Yield the statements that take each rank's block of a tensor that is not sharded over `mark`.
+    """Yield the statements that take each rank's block of a tensor that is not yet sharded over `mark`.
 
-    If a rank's block is contiguous in its axis, this is a view. Otherwise the pieces of the block are copied.
+    If a rank's block is contiguous in its axis, the statement is a view. Otherwise the pieces of the block are copied.
     """
     new = s.out.tensor.host()
     axis = next(a for a in new.axes if mark in a.marks)
@@ -316,7 +324,7 @@ Reduction = AllReduce | ReduceScatter
 
 
 def _reduced_once(program: Program) -> Program:
-    """Return the program with one reduction instead of two where both terms of an addition are reduced in the same way.
+    """Return the program with one reduction instead of two for each addition of terms that are reduced in the same way.
 
     The partial sums are then added first, and their sum is reduced once.
     """
@@ -336,9 +344,10 @@ def _reduced_once(program: Program) -> Program:
 
 
 def _reduced_alike(s: Add, reductions: Mapping[str, Reduction]) -> tuple[Reduction, Reduction] | None:
-    """Return the reductions that make both terms of an addition, if both are reduced in the same way; else None.
+    """Return the two reductions that compute the terms of an addition; None if they do not reduce in the same way.
 
-    The two reductions must be the same collective over the same mesh axis, with equal types of operands and results.
+    The two reductions must be the same collective over the same mesh axis. The types of their operands must be equal,
+    and the types of their results must be equal.
     """
     x, y = reductions.get(s.x.name), reductions.get(s.y.name)
     if x is None or y is None or (type(x), x.over, x.x.type) != (type(y), y.over, y.x.type):

@@ -1,14 +1,14 @@
 """Pass `ring`: each rank computes on the rows of one peer after another, while the rows of other peers are copied.
 
 An allgather becomes a copy of each peer's shard, followed by the matmuls of this shard. A reduce_scatter becomes a
-product of the rows for each peer, followed by the copy of these rows to the peer; at the end, each rank adds up what it
-has received. If rows are gathered, a rank multiplies its local rows first, otherwise last. If matmuls sum over the
-gathered axis, each turn takes one slice of the rows, with the parts of all peers.
+product of the rows for each peer, followed by the copy of these rows to the peer; at the end, each rank adds up the
+rows that it has received. If rows are gathered, a rank multiplies its local rows first; otherwise it multiplies them
+last. If matmuls sum over the gathered axis, each turn takes one slice of the rows, with the parts of all peers.
 
 The schedule of the allgather follows the pipelined all-gather of torch's asynchronous tensor parallelism
-(`torch.distributed._symmetric_memory`). Copies over symmetric memory replace the collective, the local shard comes
-first, and each rank begins with a different peer. In torch's reduce-scatter, peers get a rank's products after
-barriers. Here the rank puts its products, and a flag signals their arrival.
+(`torch.distributed._symmetric_memory`). There are three differences: copies over symmetric memory replace the
+collective, the local shard comes first, and each rank begins with a different peer. In torch's reduce-scatter, peers
+get a rank's products after barriers. Here the rank puts its products, and a flag signals their arrival.
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ FIRST = Lit(0)  # the worker that prepares the shards before it takes its turns
 
 @dataclass(frozen=True)
 class Ring(Pass):
-    """Replaces each collective of rows by copies from or to one peer after another, with computations between them."""
+    """Replaces each collective of rows by copies from one peer after another, or to one peer after another.
+
+    The rank computes on the rows of one peer between two copies.
+    """
 
     name = "ring"
     streams: int = 4
@@ -92,14 +95,14 @@ class Ring(Pass):
 
 
 def _pool(s: RowCollective, streams: int) -> int:
-    """Return the number of worker streams: the requested number, but at most the number of peers."""
+    """Return the number of worker streams: the number that was asked for, but at most the number of peers."""
     return min(streams, s.mesh.size(s.over) - 1)
 
 
 def _groups(rows: RowCollectives) -> list[SlicedGroup]:
     """Return a group for each collective, with the computations that can run on the rows of one rank at a time.
 
-    A reduce_scatter joins the group of an allgather under two conditions. The group computes the rows to scatter, and
+    A reduce_scatter joins the group of an allgather under two conditions: the group computes the rows to scatter, and
     both collectives divide the rows among the ranks in the same way.
     """
     after = _after(rows)
@@ -129,7 +132,7 @@ def _groups(rows: RowCollectives) -> list[SlicedGroup]:
 
 
 def _alike(group: SlicedGroup, scatter: ReduceScatter) -> bool:
-    """Return True if a group takes its turns over the same ranks as a reduce_scatter."""
+    """Return True if the turns of a group are over the same ranks as the turns of a reduce_scatter."""
     first = group.statements[0]
     if isinstance(first, AllGather) and by_columns(first):
         return False
@@ -159,8 +162,8 @@ def _computed_for(scatter: ReduceScatter, rows: RowCollectives, taken: set[str])
 def _in_turn(s: RowCollective, rows: RowCollectives, after: dict[str, int]) -> bool:
     """Return True if an allgather can be lowered to turns, one for each peer.
 
-    This needs a matmul that reads the gathered rows and depends on no later allgather. No matmul is needed if nothing
-    reads the rows, or if the allgather is the second step of an allreduce.
+    Some matmul must read the gathered rows and depend on no later allgather. There are two exceptions: nothing reads
+    the rows, or the allgather is the second step of an allreduce.
     """
     readers = [user for user in rows.program.body if reads_rows(user, s.out)]
     early = (all(after.get(v.name, -1) < after[s.out.name] for v in operands_of(u) if v != s.out) for u in readers)
@@ -168,7 +171,10 @@ def _in_turn(s: RowCollective, rows: RowCollectives, after: dict[str, int]) -> b
 
 
 def _after(rows: RowCollectives) -> dict[str, int]:
-    """Map the name of each value to the index of the last allgather on which the value depends; -1 without one."""
+    """Return a map from the name of each value to the index of the last allgather that it depends on.
+
+    The index is -1 for a value that depends on no allgather.
+    """
     after: dict[str, int] = {}
     number = {s.out.name: n for n, s in enumerate(rows.gathers)}
     for s in rows.program.body:
@@ -182,8 +188,8 @@ def _joins(s: TensorOp, group: SlicedGroup, inside: Collection[str], late: Colle
     """Add a computation to a group if it can run shard by shard on results of the group; return True if it was added.
 
     `inside` holds the names of results of the group. `late` holds the names of values outside the group that depend on
-    this or a later allgather. The computation must not read `late` values, because groups run in the order of their
-    allgathers.
+    the allgather of the group or on a later allgather. The computation must not read these values, because groups run
+    in the order of their allgathers.
     """
     source = next((v for v in s.operands if v.name in inside), None)
     place = result_place(s, source, group.places[source.name]) if source else None
@@ -206,11 +212,11 @@ def _in_one_piece(s: TensorOp, place: SlicePlace, places: dict[str, SlicePlace])
 
 
 class Peers:
-    """Builds the statements of a group. Each turn has the computations on the rows of one rank, and a copy of rows.
+    """Builds the statements of a group. Each turn computes on the rows of one rank, and copies rows.
 
-    Gathered rows are copied before the computations, and rows to scatter after them. A shard has the same position and
-    layout on every rank, including the rank that owns it. So the same kernels run on every rank, and results computed
-    from a shard have the same bits everywhere.
+    Gathered rows are copied before the computations, and rows to scatter are copied after them. A shard has the same
+    position and layout on every rank, including the rank that owns it. So the same kernels run on every rank, and
+    results computed from a shard have the same bits everywhere.
     """
 
     def __init__(self, host: Host, group: SlicedGroup) -> None:
@@ -230,11 +236,11 @@ class Peers:
         self.pool = 0
 
     def build(self, streams: int, *, joined_later: bool = False) -> None:
-        """Add all statements of the group to the host program.
+        """Append all statements of the group to the host program.
 
         Args:
             streams: the maximum number of worker streams.
-            joined_later: True if a later group waits for at least as many worker streams.
+            joined_later: True if a later group makes the caller's stream wait for all worker streams of this group.
         """
         host, body, worker = self.host, self.host.body, self.host.index("s")
         self.pool = min(streams, self.team.ranks - 1)
@@ -265,8 +271,8 @@ class Peers:
     def turn(self, turn: Ref, peer: Expr) -> tuple[Statement, ...]:
         """Return the statements of one turn, for one peer.
 
-        Gathered rows are multiplied on the worker stream that copied them. If rows are only scattered, products run one
-        after another on the caller's stream, and a worker stream sends each product.
+        Gathered rows are multiplied on the worker stream that copied them. If the group has no allgather, products run
+        one after another on the caller's stream, and a worker stream sends each product.
         """
         worker, user = SetStream(modulo(turn, self.pool)), self.host.user
         if self.gathered:
@@ -293,7 +299,7 @@ class Peers:
             yield from (*blocks.views, *blocks.in_turn, *scattered.transfers.put_and_signal(blocks, peer, note))
 
     def add_up(self) -> None:
-        """Add the sums of the blocks that all ranks have sent."""
+        """Append to the host program, for each reduce_scatter, the statements that sum up the blocks from all ranks."""
         for _, scattered in self.scattered:
             if self.computations:
                 scattered.add_up()
@@ -302,9 +308,10 @@ class Peers:
 
 
 class GatheredShards:
-    """Builds the copies of an allgather. Each rank puts its shard into a symmetric buffer, and peers get it from there.
+    """Builds the copies of an allgather.
 
-    If all of the gathered tensor is needed, `kept` is True, and the shards are copied to that tensor.
+    Each rank puts its shard into a symmetric buffer, and peers get the shard from there. If the complete gathered
+    tensor is needed, `kept` is True, and the shards are copied to this tensor.
     """
 
     def __init__(self, host: Host, group: SlicedGroup, gather: AllGather) -> None:
@@ -316,9 +323,9 @@ class GatheredShards:
             host.destination(gather.out)
 
     def kept_shard(self) -> list[Statement]:
-        """Return the statement that copies the local shard to the gathered tensor, if all of this tensor is needed.
+        """Return the statement that copies the local shard to the gathered tensor, in a list.
 
-        Otherwise return an empty list.
+        Return an empty list if the complete gathered tensor is not needed.
         """
         note = f"copy: {self.gather.out} is wanted whole"
         copy = DenseCopy(out=self.local_rows, x=self.transfers.buffer, span=self.gather.span, note=note)
@@ -331,11 +338,11 @@ class GatheredShards:
         return rows, self.transfers.get(shared if self.kept else rows.out, rows.out, peer)
 
     def share(self) -> Value:
-        """Add the copy of the local shard to a symmetric buffer; return the buffer.
+        """Append the copy of the local shard to this rank's symmetric buffer; return the buffer.
 
         Set `local_rows` to the local rows, in the memory where matmuls read them. The buffer has room for the shards of
-        all ranks. But if all of the gathered tensor is needed, peers' shards go to this tensor, and the buffer has room
-        for one shard.
+        all ranks. But if the complete gathered tensor is needed, the shards of peers go to this tensor, and the buffer
+        has room for one shard only.
         """
         s, host, rank = self.gather, self.host, self.team.rank
         x = host.values[s.x.name]  # a copy within the rank takes any strides
@@ -357,11 +364,12 @@ class GatheredShards:
 
 
 class GatheredColumns:
-    """Builds an allgather of the axis that matmuls sum over. Each rank has some columns of all rows.
+    """Builds an allgather of the axis over which matmuls sum. Before it, each rank has some columns of all rows.
 
-    Each turn copies the columns of all peers for one slice of the rows, and then multiplies this slice. The columns of
-    all ranks lie side by side in one symmetric buffer, and peers get them from there. So each product sums over the
-    complete axis at once, in the same order on every rank, and rounds once.
+    Every rank has a symmetric buffer with room for the columns of all ranks, side by side. A rank puts its own columns
+    into its own buffer, and peers get these columns from there. Each turn takes one slice of the rows. It gets the
+    columns of this slice from all peers, and then multiplies the slice. So each product sums over the complete axis at
+    once, in the same order on every rank, and rounds once.
     """
 
     def __init__(self, host: Host, group: SlicedGroup) -> None:
@@ -380,7 +388,7 @@ class GatheredColumns:
         )
 
     def build(self, streams: int) -> None:
-        """Add all statements to the host program, with at most `streams` worker streams."""
+        """Append all statements to the host program. They use at most `streams` worker streams."""
         host, body, team, transfers = self.host, self.host.body, self.team, self.transfers
         pool, worker = min(streams, team.ranks - 1), host.index("s")
         mine: list[ViewStatement] = []
@@ -402,7 +410,10 @@ class GatheredColumns:
             body.append(DenseCopy(out=self.unshared, x=transfers.buffer, span=self.gather.span, note=note))
 
     def gets(self, rows: Value, pool: int) -> For:
-        """Return the loop that copies the peers' columns of some rows, on `pool` worker streams in turn."""
+        """Return the loop that gets the columns of some rows from all peers.
+
+        The copies use `pool` worker streams in turn.
+        """
         index, views = self.host.index("j"), list[ViewStatement]()
         peer = self.team.peer(Bin("+", index, Lit(1)))
         part = self.part(rows, peer, views)
@@ -418,7 +429,7 @@ class GatheredColumns:
         return slices.body
 
     def part(self, rows: Value, rank: Expr, views: list[ViewStatement]) -> Value:
-        """Return a view of the columns of `rows` that are from one rank; append the view to `views`."""
+        """Return a view of the columns of `rows` that belong to one rank; append the view to `views`."""
         last = len(rows.tensor.axes) - 1
         return add_view(
             Chunk(rows, self.named("part"), rank, Size(self.team.ranks), last, span=self.gather.span), views

@@ -26,10 +26,11 @@ RowCollective = AllGather | ReduceScatter
 
 @dataclass(frozen=True)
 class RowCollectives:
-    """The collectives of a program that move rows, and reasons why its other communications do not overlap.
+    """The collectives of a program that move rows, and the reasons why other communications do not overlap.
 
-    Matmuls read the rows of an allgather. The rows of a reduce_scatter are sums of products. `scales` are allgathers of
-    the scales of gathered rows: each scaled matmul that reads these scales also reads the rows to which they belong.
+    Matmuls read the rows of an allgather. The rows of a reduce_scatter are sums of products. The property `scales`
+    lists the allgathers of scales of gathered rows. Each scaled matmul that reads such scales also reads the rows that
+    they belong to.
 
     Fields:
         moves: the allgathers and reduce_scatters of rows.
@@ -46,9 +47,9 @@ class RowCollectives:
 
     @staticmethod
     def of(program: Program, strategy: str, two_steps: Callable[[AllReduce], bool]) -> RowCollectives:
-        """Collect the collectives of a program.
+        """Return the row collectives of a program.
 
-        `two_steps` returns True for an allreduce that is replaced by a reduce_scatter and an allgather.
+        `two_steps` returns True for an allreduce that is to be replaced by a reduce_scatter and an allgather.
         """
         program = _with_reshapes_last(program)
         program, regathered = in_two_steps(program, lambda s: not _left_collective(s) and two_steps(s))
@@ -71,7 +72,7 @@ class RowCollectives:
         return [s for s in self.program.body if isinstance(s, AllGather) and s not in self.moves and self._go_along(s)]
 
     def _go_along(self, s: AllGather) -> bool:
-        """Return True if all readers of the gathered tensor use it as the scales of rows that are gathered as well."""
+        """Return True if the gathered tensor is read, and all its readers use it as the scales of gathered rows."""
         if s.out in self.program.outputs or not users(self.program, s.out) or _of_one_rank(s):
             return False
         return all(self._scales_of(user, s) is not None for user in users(self.program, s.out))
@@ -79,7 +80,7 @@ class RowCollectives:
     def _scales_of(self, user: Statement, s: AllGather) -> AllGather | None:
         """Return the allgather of the rows that `user` multiplies.
 
-        Return None if `s` does not gather the scales of these rows.
+        Return None if `s` is not the allgather of the scales of these rows.
         """
         if not isinstance(user, ScaledMatmul) or [v.name for v in operands_of(user)].count(s.out.name) != 1:
             return None
@@ -92,7 +93,7 @@ class RowCollectives:
         return gather if alike and same and gather.out.name not in before else None
 
     def with_scales_first(self) -> RowCollectives:
-        """Return the collectives with each allgather of scales moved before the allgather of the rows to scale."""
+        """Return the collectives in a new order: the scales of rows are gathered before these rows are gathered."""
         rows = self
         for scale in self.scales:
             body = rows.program.body
@@ -111,24 +112,25 @@ class RowCollectives:
         return [s for s in self.moves if isinstance(s, ReduceScatter)]
 
     def ordered(self, program: Program, gathering: Collection[AllReduce] = ()) -> frozenset[tuple[str, str]]:
-        """Return the teams that need no barrier between successive calls, because their flags order these calls.
+        """Return the teams that need no barrier between two calls in a row, because their flags order these calls.
 
-        A team is a pair: the name of the mesh, and the name of the mesh axis. `gathering` are the allreduces that end
+        A team is a pair: the name of the mesh, and the name of the mesh axis. `gathering` holds the allreduces that end
         with an allgather.
         """
         teams = {(s.mesh.name, s.over) for s in (*self.moves, *self.reduces)}
         return frozenset(team for team in teams if self._orders_calls(*team, program, gathering))
 
     def _orders_calls(self, mesh: str, over: str, program: Program, gathering: Collection[AllReduce]) -> bool:
-        """Return True if the flags of a team's collectives order two calls. Then no barrier is needed between them.
+        """Return True if the flags of a team's collectives order two calls in a row.
 
-        In each collective, every rank waits for blocks of every other rank. Suppose that the first collective gathers
-        rows. Suppose also that the last one sums up a product that runs after all gathered rows have been read. A rank
-        that has its sum then knows that the other ranks have read the rows of this call. A rank that has the first
-        gathered rows of the next call knows that the other ranks have their sums of this call.
+        Then the calls need no barrier between them. The reason is as follows. In each collective, every rank waits for
+        blocks of every other rank. Suppose that the first collective gathers rows, and that the last one sums up a
+        product that runs after all gathered rows have been read. A rank that has its sum then knows that the other
+        ranks have read the rows of this call. A rank that has the first gathered rows of the next call knows that the
+        other ranks have their sums of this call.
 
-        Gathered rows that are an output and have no other reader count as read at the end of the call. Only after that
-        does a rank send its first rows of the next call. In the next call, other ranks overwrite the buffer of the
+        If gathered rows are an output and have no other reader, they count as read at the end of the call. Only after
+        that does a rank send its first rows of the next call. In the next call, other ranks overwrite the buffer of the
         output after their first matmul, and this matmul has waited for these first rows.
 
         The same argument holds if the first collective is a sum and the last one gathers.
@@ -147,15 +149,18 @@ class RowCollectives:
         return not sums and all(body.index(reader) < body.index(maker) for reader in readers)
 
     def only(self, fits: Callable[[RowCollective], bool], why_not: str) -> RowCollectives:
-        """Return the collectives for which `fits` is true. The others do not overlap, for the reason `why_not`."""
+        """Return only the collectives for which `fits` returns True.
+
+        The others do not overlap, and their reason is `why_not`.
+        """
         out = {s.out.name: why_not for s in self.moves if not fits(s)}
         moves = tuple(s for s in self.moves if s.out.name not in out)
         return replace(self, moves=moves, reasons={**self.reasons, **out})
 
     def noted(self, strategy: str) -> RowCollectives:
-        """Return the collectives with the reasons as notes in the program; raise if no communication overlaps.
+        """Return the collectives with a comment in the program on each communication that does not overlap.
 
-        A program without communications does not raise.
+        Raise HostIRError if the program has communications and none of them overlaps.
         """
         if self.moves or self.reduces or not self.reasons:
             along = {s.out.name for s in self.scales}
@@ -169,10 +174,10 @@ class RowCollectives:
         )
 
     def with_block_axes(self, wanted: Callable[[RowCollective], bool]) -> RowCollectives:
-        """Return the collectives changed so that tensors have block axes, `[blocks, ranks, ..., K]`.
+        """Return the collectives with their tensors reshaped to have block axes, `[blocks, ranks, ..., K]`.
 
         Only the collectives for which `wanted` returns True are changed. Matmuls of their gathered rows get the same
-        axes. Reshapes lead back to the old axes.
+        axes. Further reshapes restore the old axes of results.
         """
         names = Names.of(self.program)
         full: dict[str, Value] = {}  # by the name of gathered rows or scales: the tensor with block axes
@@ -213,10 +218,9 @@ class RowCollectives:
         return replace(self, program=self.program.with_body(body), moves=tuple(moves))
 
     def with_products_in_blocks(self) -> RowCollectives:
-        """Return the collectives with products changed to have block axes.
+        """Return the collectives with some products changed, so that the results of these products have block axes.
 
-        Only products that a reduce_scatter reads through a reshape to its block axes, and nothing else reads, are
-        changed.
+        A product is changed if its only reader is a reshape to the block axes of a reduce_scatter.
         """
         program, names = self.program, Names.of(self.program)
         makers = {result_of(s).name: s for s in program.body}
@@ -276,9 +280,9 @@ def _with_reshapes_last(program: Program) -> Program:
 
 
 def _without_idle_views(program: Program, body: list[Statement]) -> Iterator[Statement]:
-    """Yield the statements of a body without useless reshapes.
+    """Yield the statements of `body` without useless reshapes.
 
-    A reshape is useless if nothing reads its result, or if another statement now computes this result.
+    A reshape is useless if nothing reads its result, or if another statement of `body` now computes this result.
     """
     read = {v.name for s in body for v in operands_of(s)} | {v.name for v in program.outputs}
     computed = {result_of(s).name for s in body if not isinstance(s, Reshape)}
@@ -288,9 +292,10 @@ def _without_idle_views(program: Program, body: list[Statement]) -> Iterator[Sta
 
 
 def seen_from(rows: Value, makers: Mapping[str, Statement]) -> Value:
-    """Return the tensor from which `rows` was made by reshapes that keep the last axis; `rows` itself without reshapes.
+    """Return the tensor that `rows` is a reshape of, directly or through further reshapes.
 
-    `makers` maps the name of each tensor to the statement that computes it.
+    Only reshapes that keep the last axis count. Without such a reshape, the result is `rows` itself. `makers` maps the
+    name of each tensor to the statement that computes it.
     """
     maker = makers.get(rows.name)
     while isinstance(maker, Reshape) and maker.x.tensor.host().axes[-1] == maker.out.tensor.host().axes[-1]:
@@ -304,12 +309,15 @@ def _like(value: Value, axes: tuple[Axis, ...], names: Names) -> Value:
 
 
 def _of_one_rank(s: Communication) -> bool:
-    """Return True if a collective has only one rank: then there is nothing to overlap."""
+    """Return True if a collective has only one rank, so that there is nothing to overlap."""
     return isinstance(s, Collective) and s.mesh.size(s.over) == 1
 
 
 def _left_collective(s: AllReduce) -> bool:
-    """Return True if an allreduce is not lowered to one-sided form: it has a single rank, or its tensor has no axes."""
+    """Return True if an allreduce stays a collective.
+
+    It does so if it has a single rank, or if its tensor has no axes.
+    """
     return _of_one_rank(s) or not s.x.tensor.axes
 
 
@@ -339,12 +347,15 @@ def _why_not_overlapped(s: Communication, program: Program, strategy: str) -> st
 
 
 def by_columns(s: RowCollective) -> bool:
-    """Return True if a collective gathers or scatters the last axis: then it moves columns, not rows."""
+    """Return True if a collective gathers or scatters the last axis. It then moves columns, not rows."""
     return shard_of(s).tensor.axis_on(s.over) == len(s.out.tensor.axes) - 1
 
 
 def row_slices(s: AllGather) -> int:
-    """Return the number of slices of rows for a gather of columns; 1 if no number in SLICES divides the rows."""
+    """Return the number of slices into which a gather of columns cuts the rows.
+
+    It is 1 if no number in SLICES divides the rows.
+    """
     first = s.out.tensor.host().axes[0]
     return 1 if first.marks else next((n for n in SLICES if (first.extent / n).is_integer), 1)
 
@@ -369,7 +380,7 @@ def reads_rows(s: Statement, rows: Value) -> bool:
 
 
 def first_matmul(program: Program, s: AllGather) -> Statement | None:
-    """Return the first matmul that reads gathered rows as its left operand, and has no other operand made from them.
+    """Return the first matmul that reads gathered rows as its left operand, and no other operand computed from them.
 
     Return None if there is no such matmul.
     """
@@ -389,7 +400,7 @@ def wanted_otherwise(program: Program, rows: Value) -> bool:
 
 
 def product_of_rows(program: Program, s: ReduceScatter | AllReduce) -> Contraction | None:
-    """Return the product that computes the rows that a collective sums up; None if they are not from a product.
+    """Return the product that computes the rows that a collective sums up; None if no product computes them.
 
     Reshapes of rows may come between the product and the collective.
     """
@@ -398,7 +409,10 @@ def product_of_rows(program: Program, s: ReduceScatter | AllReduce) -> Contracti
 
 
 def maker_of_rows(program: Program, s: ReduceScatter | AllReduce) -> Statement | None:
-    """Return the statement that computes the rows that a collective sums up; None if they are an input."""
+    """Return the statement that computes the rows that a collective sums up; None if the rows are an input.
+
+    Reshapes of rows may come between this statement and the collective.
+    """
     makers = {result_of(other).name: other for other in program.body}
     maker = makers.get(s.x.name)
     while isinstance(maker, Reshape) and maker.x.tensor.shape[-1] == maker.out.tensor.shape[-1]:
@@ -407,12 +421,15 @@ def maker_of_rows(program: Program, s: ReduceScatter | AllReduce) -> Statement |
 
 
 def shard_of(s: RowCollective) -> Value:
-    """Return the sharded tensor of a collective."""
+    """Return the operand or the result of a collective: the one that is sharded over its ranks."""
     return s.x if isinstance(s, AllGather) else s.out
 
 
 def full_of(s: RowCollective) -> Value:
-    """Return the tensor of a collective that is not sharded: the gathered tensor, or the partial sum."""
+    """Return the operand or the result of a collective: the one that is not sharded over its ranks.
+
+    This is the gathered tensor, or the partial sum.
+    """
     return s.out if isinstance(s, AllGather) else s.x
 
 
@@ -429,8 +446,8 @@ def shard_place(s: RowCollective) -> SlicePlace:
 def piece_axis(s: RowCollective) -> int:
     """Return the axis along which a rank's rows can be cut into pieces.
 
-    It is the first axis with more than one element on a rank. The search begins at the sharded axis and leaves out the
-    last axis. If it finds no axis, the result is the sharded axis.
+    The search begins at the sharded axis, and leaves out the last axis. The result is the first axis with more than one
+    element on a rank. If there is no such axis, it is the sharded axis.
     """
     k, shape = shard_place(s).axis, shard_of(s).tensor.local_shape
     return next((j for j in range(k, len(shape) - 1) if not shape[j].is_one), k)

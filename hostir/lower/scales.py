@@ -22,11 +22,11 @@ SMS = 16  # SMs for copies in `push`, and for scales. Fewer do not fill the link
 
 
 def send_scales(host: Host, gather: AllGather) -> None:
-    """Add the copies of an allgather of scales. The result of the allgather is the symmetric buffer.
+    """Append the copies of an allgather of scales. The result of the allgather is the symmetric buffer.
 
     No statement waits for these copies (see the module's docstring). The local scales are copied last, by a separate
-    kernel. A matmul may start while copies by SMs directly before it still run. It must not do so while the local
-    scales are copied.
+    kernel. If SMs make the copies directly before a matmul, the matmul may start while these copies still run. It must
+    not start while the local scales are still copied.
     """
     team, x = host.team(gather), host.packed(host.values[gather.x.name], gather)
     buffer = replace(gather.out, type=gather.out.tensor.host())
@@ -37,7 +37,10 @@ def send_scales(host: Host, gather: AllGather) -> None:
     axis = next(iter(long_axes(gather)), None)  # the axis of blocks, if a rank's scales are several blocks
 
     def each(to: Expr, sms: int, note: str) -> list[Statement]:
-        """Return the statements that copy this rank's scales to the rank at position `to`, by `sms` SMs if not 0."""
+        """Return the statements that copy this rank's scales to the rank at position `to`.
+
+        `sms` is the number of SMs that copy. 0 leaves the choice to the machine.
+        """
         views: list[ViewStatement] = []
         source, target = x, buffer
         if axis is not None:

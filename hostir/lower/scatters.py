@@ -1,9 +1,9 @@
 """Sums over ranks in one-sided form: ranks put their addends into each other's buffers, and then add them up.
 
-Every rank has a symmetric buffer with one slot for each rank. A slot has room for one shard. The rank `s` puts the rows
-for rank `t` into slot `s` of the buffer of rank `t`. Each receiver adds up the slots in the order of the ranks. So a
-sum has the same bits in every run, and is rounded once. If the kernel of the sum itself waits for arrivals, it reads
-the local rows in place, without a copy to the buffer. The strategies `ring`, `fused` and `push` use this module.
+Every rank has a symmetric buffer with one slot for each rank. A slot has room for one shard. Rank `s` puts the rows for
+rank `t` into slot `s` of the buffer of rank `t`. Each receiver adds up the slots in the order of the ranks. So a sum
+has the same bits in every run, and is rounded once. If the kernel of the sum itself waits for arrivals, it reads the
+local rows in place, without a copy to the buffer. The strategies `ring`, `fused` and `push` use this module.
 """
 
 from __future__ import annotations
@@ -30,17 +30,20 @@ MIN_PIECE_ROWS = 256  # two tiles
 
 @dataclass(frozen=True)
 class Pieces:
-    """Chooses the number of pieces into which the rows for another rank are cut, so that copies begin early.
+    """Chooses the number of pieces into which the rows for another rank are cut.
 
-    `most` is the largest number of pieces, and `min_bytes` the smallest size of a piece. More than two pieces gain
-    nothing, because every copy takes time to start, and to signal when it has ended.
+    With several pieces, copies begin earlier. `most` is the largest number of pieces, and `min_bytes` is the smallest
+    size of a piece. More than two pieces gain nothing, because each copy takes time to start and to signal its end.
     """
 
     most: int = 2
     min_bytes: int = 8 << 20
 
     def of(self, s: ReduceScatter) -> int:
-        """Return the number of pieces for a reduce_scatter: as many as are large enough, or 1 if sizes are symbols."""
+        """Return the number of pieces for a reduce_scatter: the largest for which pieces are large enough.
+
+        It is 1 if sizes are symbols.
+        """
         shard = s.out.tensor
         extent, columns = shard.local_shape[piece_axis(s)].value, shard.local_shape[-1].value
         rows = product(shard.local_shape[:-1]).value
@@ -56,9 +59,9 @@ class ScatteredBlocks:
 
     Args:
         like: a tensor on the mesh.
-        axis: an axis outside the scattered axis. A rank's rows are then sent in one block for each index of this axis.
-            None if there is no such axis.
-        pieces: without `axis`, the number of blocks in which the rows for each rank are sent.
+        axis: an axis outside the scattered axis, or None if there is no such axis. The rows for one rank are sent in
+            one block for each index of this axis.
+        pieces: the number of blocks in which the rows for one rank are sent if `axis` is None.
     """
 
     def __init__(self, host: Host, s: Reduction, like: Value, axis: int | None, pieces: int = 1) -> None:
@@ -74,7 +77,10 @@ class ScatteredBlocks:
 
     @property
     def parts(self) -> int:
-        """The number of blocks of the rows for all ranks. Each block has a flag that says when it has been computed."""
+        """The number of blocks in the rows for all ranks.
+
+        Each block has a flag that is set when the block has been computed.
+        """
         return self.each * self.team.ranks
 
     @property
@@ -99,13 +105,13 @@ class ScatteredBlocks:
         return modulo(Bin("+", self.team.rank, Lit(blocks - ranks + 1)), blocks)
 
     def in_turns(self, full: Value, done: Value | None = None, first: Expr | None = None) -> tuple[Turns, Blocks]:
-        """Return the turns in which the blocks of `full` are sent, and the blocks.
+        """Return the order in which the blocks of `full` are sent, and the blocks.
 
         The first turn sends the block `first`, if it is for another rank. Otherwise it sends a block for the next rank.
 
         Args:
             full: the rows for all ranks.
-            done: flags of this rank, one for each block of `full`. A flag says that its block has been computed.
+            done: flags of this rank, one for each block of `full`. A flag is set when its block has been computed.
             first: the block that is computed first; None if it is a block for the next rank.
         """
         index, pieces, ranks = self.host.index("i"), self.pieces, self.team.ranks
@@ -121,10 +127,10 @@ class ScatteredBlocks:
         return Turns(index, Size(sent), to), self.blocks(full, block, done)
 
     def blocks(self, full: Value, block: Expr, done: Value | None = None) -> Blocks:
-        """Return the views, the flag and the wait for sending block number `block` of `full`.
+        """Return the views, the flag and the wait that are needed to send block number `block` of `full`.
 
-        The wait is for the block's flag in `done`. A block is the rows for one rank, or a piece of these rows. With an
-        outer axis, it is the rank's rows at each index of this axis.
+        The wait is for the block's flag in `done`. A block has the rows for one rank, or a piece of these rows. If
+        `axis` is not None, `block` is the number of a rank, and there is a block for each index of `axis`.
         """
         host, s, team, pieces = self.host, self.scatter, self.team, self.pieces
         assert isinstance(s, ReduceScatter)
@@ -150,12 +156,15 @@ class ScatteredBlocks:
         return Blocks(source, target, tuple(views), flag, index, self.count, tuple(in_turn), wait)
 
     def add_up(self, note: str = "each block when all ranks have sent it", *, polls: bool = True) -> None:
-        """Add the sum over all ranks, with the addition and the activation that follow it (see `epilogue`).
+        """Append to the host program the statement that sums up the blocks of all ranks.
+
+        It includes the addition and the activation that follow the sum (see `epilogue`).
 
         Args:
-            note: a comment for the sum.
+            note: a comment for the statement.
             polls: True if the kernel of the sum waits for each block, and holds SMs meanwhile. False if the stream
-                waits for all blocks before the kernel; the local rows are then copied to their slot of the buffer.
+                waits for all blocks before the kernel starts; the local rows are then copied to their slot of the
+                buffer.
         """
         host, s, rank = self.host, self.scatter, self.team.rank
         views: list[ViewStatement] = []
@@ -178,7 +187,7 @@ class ScatteredBlocks:
         return For(index.value, Size(others * self.each), (self.transfers.wait(flag),), span=self.scatter.span)
 
     def mine(self, full: Value, views: list[ViewStatement]) -> Value:
-        """Return a view of this rank's rows in `full`, the local addends of its sum; append the view to `views`."""
+        """Return a view of the rows in `full` that this rank sums up; append the view to `views`."""
         assert isinstance(self.scatter, ReduceScatter)
         place = shard_place(self.scatter)
         chunk = Chunk(full, self.named("mine"), self.team.rank, place.count, place.axis, span=self.scatter.span)
@@ -187,8 +196,8 @@ class ScatteredBlocks:
     def target(self, result: Value) -> Value:
         """Return the tensor into which the sum is written.
 
-        If only a permuted copy of the sum is needed, this is a view of the copy, and the copy statement is left out.
-        Otherwise it is the buffer of `result`.
+        Usually this is the buffer of `result`. But if only a permuted copy of the sum is needed, it is a view of the
+        memory of that copy, and the statement that makes the copy is left out.
         """
         host, turned = self.host, self.host.only_user(result)
         copy = host.only_user(turned.out) if isinstance(turned, Permute) else None
@@ -206,7 +215,10 @@ class ScatteredBlocks:
         return add_view(Chunk(rows, self.named(name), index, Size(self.pieces), axis, span=self.scatter.span), views)
 
     def named(self, name: str) -> Value:
-        """Return a new value for the result of a view. `add_view` replaces its type by the inferred type."""
+        """Return a new value for the result of a view.
+
+        Its type is only a placeholder: `add_view` sets the inferred type.
+        """
         return Value(self.host.names.fresh(name), self.scatter.out.type, self.scatter.span)
 
 
@@ -238,7 +250,7 @@ class OneStep(ScatteredBlocks):
         return Turns(index, Size(others * self.pieces), self.team.peer(to)), self.blocks(full, piece, done)
 
     def blocks(self, full: Value, block: Expr, done: Value | None = None) -> Blocks:
-        """Return the views, the flag and the wait for sending block number `block` of `full`."""
+        """Return the views, the flag and the wait that are needed to send block number `block` of `full`."""
         views: list[ViewStatement] = []
         in_turn: list[ViewStatement] = []
         rank, span = self.team.rank, self.scatter.span
@@ -257,12 +269,12 @@ class OneStep(ScatteredBlocks):
 
 
 class ScatteredRows:
-    """Builds one sum over ranks: it sends the rows, and adds them up.
+    """Builds one sum over ranks: the statements that send the rows, and the statement that adds them up.
 
-    If a product makes the rows, and copy engines send them, copies begin while the product runs. For that the product
-    sets a flag after each block of rows, and its last block is the block of this rank. But if the product itself waits
-    for gathered rows, it must begin with the rows that arrive first. Then blocks are sent in the order in which they
-    are computed.
+    If a product makes the rows, and copy engines send them, copies begin while the product runs. For this, the product
+    sets a flag after each block of rows, and computes the block of this rank last. But if the product itself waits for
+    gathered rows, it must begin with the rows that arrive first. Then blocks are sent in the order in which they are
+    computed.
     """
 
     def __init__(
@@ -294,7 +306,10 @@ class ScatteredRows:
                 host.body += [*self.transfers.reuse_barrier(), SetStream(host.user)]
 
     def raising(self, s: Statement) -> Statement:
-        """Return the product `s`, changed to set a flag after each block of rows if copies wait for the blocks."""
+        """Return the product `s`, or a changed product if copies wait for its blocks.
+
+        The changed product sets a flag after each block of rows.
+        """
         if self.done is None:
             return s
         assert isinstance(s, Contraction)
@@ -310,7 +325,7 @@ class ScatteredRows:
         return raising
 
     def send(self) -> None:
-        """Add the copies that send each rank its rows.
+        """Append the copies that send each rank its rows.
 
         The next rank gets its rows first, then the rank after it, and so on. If the product waits for gathered rows,
         blocks are sent in the order in which they are computed.
@@ -327,10 +342,10 @@ class ScatteredRows:
         self.transfers.send(sent, turns, self.mover, note)
 
     def receive(self) -> None:
-        """Add the sum of the blocks from all ranks.
+        """Append to the host program the statement that sums up the blocks of all ranks.
 
-        The kernel of the sum waits for each block. There is one exception: copy engines send rows that no product
-        makes. Then the sum starts after all blocks have arrived. So it holds no SM while the blocks are copied.
+        Usually its kernel waits for each block. There is one exception: copy engines send rows that no product makes.
+        Then the kernel starts after all blocks have arrived. So it holds no SM while the blocks are copied.
         """
         if self.product is not None or self.mover.sms:
             self.blocks.add_up()
@@ -342,7 +357,7 @@ class ScatteredRows:
 
 
 def in_one_step(host: Host, s: AllReduce) -> int:
-    """Add an allreduce in one step by copy engines; return the number of worker streams that it uses."""
+    """Append an allreduce in one step by copy engines; return the number of worker streams that it uses."""
     reduced = ScatteredRows(host, s, Mover(streams=1), Pieces(), AllReduceSteps(blocks=1))
     reduced.send()
     reduced.receive()
@@ -352,9 +367,9 @@ def in_one_step(host: Host, s: AllReduce) -> int:
 def epilogue(host: Host, result: Value) -> tuple[Value, Value | None, str]:
     """Find an addition and an activation that directly follow a sum, so that the kernel of the sum can compute them.
 
-    Return the final result, the tensor to add (or None), and the name of the activation (or an empty string). Each of
-    these statements must be the only reader of the result before it. The tensor to add, such as a bias or a residual,
-    must already be computed. `result` is the result of the sum.
+    `result` is the result of the sum. Return the final result, the tensor to add (or None), and the name of the
+    activation (or an empty string). The addition must be the only reader of the sum, and the activation must be the
+    only reader of its operand. The tensor to add, such as a bias or a residual, must already be computed.
     """
     shape, addend, activation = result.tensor.shape, None, ""
     user = host.only_user(result)
@@ -379,13 +394,13 @@ def one_of(host: Host, value: Value, axis: int, index: Ref, count: Size, views: 
 
 
 def add_view(view: Select | Chunk, views: list[ViewStatement]) -> Value:
-    """Append a view statement to `views`, after giving its result the inferred type; return the result."""
+    """Give the result of a view statement the inferred type; append the statement to `views`, and return its result."""
     views.append(replace(view, out=replace(view.out, type=view.infer())))
     return views[-1].out
 
 
 def first_done(first: Expr, waits: int, parts: int) -> Expr:
-    """Return the block of a product's result that is complete first.
+    """Return the index of the block that is complete first in the result of a product.
 
     Args:
         first: the block of gathered rows with which the product begins.

@@ -15,7 +15,7 @@ from hostir.ir.view_ops import Permute, Reshape, ViewStatement
 
 @dataclass(frozen=True)
 class OperandShardings:
-    """Types of operands with which a statement needs no communication, and the type of the statement's result."""
+    """Types of operands with which a statement needs no communication, and the type of the result."""
 
     operands: tuple[TensorType, ...]
     result: TensorType
@@ -26,13 +26,14 @@ def choose(op: TensorOp, types: Sequence[TensorType], wanted: TensorType) -> Ope
 
     The first of these rules that applies decides:
 
-    - If all operands of a contraction are sharded on the contracted axis, they stay so: the result is a partial sum.
+    - If all operands of a contraction are sharded on the contracted axis, they stay so, and the result is a partial
+      sum.
     - If the result is annotated (`wanted`), operands are sharded to fit the annotation.
-    - In a contraction, the sharding of the right operand decides, then the sharding of the left operand.
+    - In a contraction, the sharding of the right operand decides; if it is not sharded, the left operand decides.
     - In other computations, the sharding of the first sharded operand decides.
 
-    If no rule applies, no axis is sharded, and sharded operands are gathered. Raises if ranks cannot compute on the
-    resulting parts.
+    If no rule applies, no axis is sharded, and sharded operands are gathered. Raise HostIRError if ranks cannot compute
+    on the resulting parts.
     """
     mesh = wanted.mesh or next(t.mesh for t in types if t.mesh)
     here = tuple(t if t.mesh == mesh else _replicated(t, mesh) for t in types)
@@ -49,7 +50,7 @@ def _replicated(type: TensorType, mesh: Mesh) -> TensorType:
 class _Computation:
     """A computation on one mesh, with the types of its operands.
 
-    For each axis of each operand, `maps` has the corresponding axis of the result.
+    `maps` holds, for each axis of each operand, the corresponding axis of the result.
     """
 
     op: TensorOp
@@ -86,13 +87,13 @@ class _Computation:
     def contracting(self) -> list[int]:
         """The positions of the operands with a contracted axis.
 
-        Operands that take their sharding from another operand are left out.
+        Operands that follow the sharding of another operand are left out.
         """
         return [i for i, m in enumerate(self.maps) if CONTRACTED in m and i not in self.op.following]
 
     @property
     def added(self) -> set[str]:
-        """The mesh axes over which an addition or an exact cast has a partial sum as its result."""
+        """The mesh axes over which the result of an addition or of an exact cast stays a partial sum."""
         if isinstance(self.op, Cast) and self.op.exact:
             return set(self.types[0].partial) & set(self.wanted.partial)
         if not isinstance(self.op, Add):
@@ -102,7 +103,8 @@ class _Computation:
     def stays(self, mark: str, homes: Mapping[str, int | None], operand: int) -> bool:
         """Return True if an operand may stay a partial sum over the mesh axis `mark`.
 
-        It may be a term of an addition of partial sums, or the bias of a product that is a partial sum.
+        Such an operand is a term of an addition of partial sums, the operand of an exact cast, or the bias of a product
+        that is a partial sum.
         """
         added = operand in self.op.following and homes[mark] == CONTRACTED
         return mark in self.added or added
@@ -110,7 +112,7 @@ class _Computation:
     def home(self, mark: str) -> int | None:
         """Return the axis of the result that the mesh axis `mark` shards.
 
-        Return CONTRACTED if the result is a partial sum over `mark`, and None if `mark` shards no axis.
+        Return CONTRACTED if the result is a partial sum over `mark`, and None if `mark` shards no axis of the result.
         """
         if mark in self.added:
             return CONTRACTED
@@ -125,7 +127,7 @@ class _Computation:
         return next((to for i in leading if (to := at[i]) is not None and to >= 0), None)
 
     def thin_out(self, axis: int, size: Size, homes: dict[str, int | None]) -> None:
-        """Remove mesh axes from an axis of the result until the number of ranks divides the axis.
+        """Remove mesh axes from an axis of the result until the number of its ranks divides the size of the axis.
 
         `homes` maps each mesh axis to the axis of the result that it shards. This method changes the map.
         """
@@ -136,14 +138,18 @@ class _Computation:
             homes[marks.pop()] = None
 
     def layout(self, axis: int, size: Size, marks: set[str]) -> Axis:
-        """Return an axis of the result, sharded over `marks`: as annotated, as in an operand, or in plain blocks."""
+        """Return an axis of the result, sharded over `marks`.
+
+        The layout is taken from the annotation, or else from an operand. If neither fits, the axis is cut into plain
+        blocks.
+        """
         return (self.from_annotation(axis, marks) or _blocks(self.mesh, size, marks)).resized(size)
 
     def from_annotation(self, axis: int, marks: set[str]) -> Axis | None:
-        """Return the annotated axis of the result if it is sharded over exactly these mesh axes.
+        """Return the annotated axis of the result if it is sharded over exactly the mesh axes `marks`.
 
-        Otherwise look at the corresponding axes of the operands: return the first one that is sharded over exactly
-        these mesh axes. Return None if there is no such axis.
+        Otherwise return the first corresponding axis of an operand that is sharded over exactly these mesh axes. Return
+        None if there is no such axis.
         """
         candidates = [self.wanted.axes[axis]] if self.wanted.mesh else []
         operands = (
@@ -153,7 +159,7 @@ class _Computation:
         return next((a.without(STREAM) for a in candidates if set(a.without(STREAM).marks) == marks), None)
 
     def contracted_layout(self, marks: set[str]) -> Axis | None:
-        """Return the contracted axis, sharded over `marks`; None if the computation has no contracted axis."""
+        """Return the contracted axis, sharded over `marks`. Return None if the computation has no contracted axis."""
         axes = [self.types[i].axes[self.maps[i].index(CONTRACTED)] for i in self.contracting]
         layout = next((a.without(STREAM) for a in axes if set(a.marks) - {STREAM} == marks), None)
         return layout or (_blocks(self.mesh, axes[0].extent, marks) if axes else None)

@@ -17,9 +17,9 @@ from hostir.lower.propagate import operands_of, result_of
 
 @dataclass(frozen=True)
 class SlicePlace:
-    """The place of `count` slices in a tensor. The axis at position `axis` is seen as [outer, count, inner].
+    """The place of `count` slices in a tensor. The axis at position `axis` is seen as `[outer, count, inner]`.
 
-    If each slice is one element of the axis, a slice does not have this axis, unless `keep` is set.
+    If each slice is one element of the axis, a slice does not have this axis, unless `keep` is True.
     """
 
     axis: int
@@ -30,13 +30,13 @@ class SlicePlace:
     def drops_axis(self, type: TensorType) -> bool:
         """Return True if a slice of a tensor of this type does not have the sliced axis.
 
-        That is so if each slice is one element of an unsharded axis, unless `keep` is set.
+        This is true if `keep` is False, the axis is not sharded, and each slice is one element of the axis.
         """
         axis = type.host().axes[self.axis]
         return axis.extent == self.count and not axis.marks and not self.keep
 
     def cut(self, type: TensorType) -> Axis | None:
-        """Return the sliced axis as it is in one slice; None if slices would cut across ranks."""
+        """Return the sliced axis as it is in one slice; None if a slice would span several ranks."""
         parts = refine(type.host().axes[self.axis], self.outer, self.count, type.mesh)
         return None if parts is None else Axis((*parts[0], *parts[1])).normal()
 
@@ -52,7 +52,7 @@ class SlicePlace:
     def blocks_outside(self, type: TensorType) -> Size:
         """Return the number of `outer` blocks in one rank's part of the axis.
 
-        If it is 1, a rank's part of a slice is contiguous in the axis.
+        If there is only one block, a rank's part of a slice is contiguous in the axis.
         """
         cut = refine(type.host().axes[self.axis], self.outer, self.count, type.mesh)
         assert cut is not None
@@ -76,19 +76,20 @@ class SlicedGroup:
         return next(iter(self.places.values())).count
 
     def conflicts(self, places: dict[str, SlicePlace]) -> bool:
-        """Return True if the group already slices one of these tensors at another place."""
+        """Return True if the group already slices one of these tensors, but at another place."""
         return any(self.places.get(name, at) != at for name, at in places.items())
 
     def add(self, s: Statement, place: SlicePlace, places: dict[str, SlicePlace]) -> None:
-        """Add a statement.
+        """Add a statement to the group.
 
-        `place` is the place of the slices in its result. `places` maps the names of its operands to their places.
+        `place` is the place of the slices in its result. `places` maps the names of its operands to the places of their
+        slices.
         """
         self.statements.append(s)
         self.places |= {**places, result_of(s).name: place}
 
     def keep_axes(self) -> None:
-        """Make slices keep the sliced axis even if each slice is a single element of it."""
+        """Make slices keep the sliced axis, even if each slice is a single element of this axis."""
         self.places = {name: replace(at, keep=True) for name, at in self.places.items()}
 
     @property
@@ -97,7 +98,7 @@ class SlicedGroup:
 
 
 def operand_places(s: Statement, place: SlicePlace) -> dict[str, SlicePlace]:
-    """Return the places of the slices in a statement's operands, by the names of the operands.
+    """Return a map from the names of a statement's operands to the places of their slices.
 
     `place` is the place of the slices in the statement's result. Operands that are used unsliced are left out.
     """
@@ -117,7 +118,7 @@ def operand_places(s: Statement, place: SlicePlace) -> dict[str, SlicePlace]:
 
 
 def result_place(s: Statement, operand: Value, place: SlicePlace) -> SlicePlace | None:
-    """Return the place of the slices in the result, if `operand` is sliced at `place`.
+    """Return the place of the slices in the result of a statement, if `operand` is sliced at `place`.
 
     Return None if the result cannot be computed slice by slice in this way.
     """
@@ -135,7 +136,10 @@ def result_place(s: Statement, operand: Value, place: SlicePlace) -> SlicePlace 
 
 
 def _through_reshape(old: TensorType, new: TensorType, place: SlicePlace) -> SlicePlace | None:
-    """Return the place that slices of the old tensor have in the reshaped tensor; None if no axis contains them."""
+    """Return the place in the reshaped tensor of the slices that the old tensor has at `place`.
+
+    Return None if no axis of the reshaped tensor contains these slices.
+    """
     position = product(old.shape[: place.axis]) * place.outer
     before = ONE
     for k, extent in enumerate(new.shape):
@@ -149,7 +153,8 @@ def _through_reshape(old: TensorType, new: TensorType, place: SlicePlace) -> Sli
 def why_not(s: Statement, place: SlicePlace, places: dict[str, SlicePlace]) -> str | None:
     """Return the reason why a statement cannot run slice by slice; None if it can.
 
-    `place` is the place of the slices in its result, and `places` holds the places in its operands.
+    `place` is the place of the slices in its result. `places` maps the names of its operands to the places of their
+    slices.
     """
     named = {v.name: v for v in [*operands_of(s), result_of(s)]}
     for name, at in [(result_of(s).name, place), *places.items()]:
@@ -176,8 +181,8 @@ def why_not(s: Statement, place: SlicePlace, places: dict[str, SlicePlace]) -> s
 def schedule(body: tuple[Statement, ...], loops: list[SlicedGroup]) -> list[Statement | SlicedGroup]:
     """Return the statements and loops of a program in an order in which they can run.
 
-    The statements of a loop become one item, which comes after everything that the loop needs. Otherwise the order is
-    the order of the program.
+    All statements of one loop become one item, which comes after everything that the loop needs. Otherwise the order of
+    the program is kept.
     """
     loop_of = {result_of(s).name: g for g in loops for s in g.statements}
     results = {result_of(s).name for s in body}

@@ -1,6 +1,6 @@
 """List the strategies with their passes, and lower a fusion by one of them.
 
-The program is verified after each pass; the final host program is proved.
+The program is verified after each pass. The final host program is proved.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from hostir.lower.ring import Ring
 class Strategy:
     """A way to lower a fusion.
 
-    `passes` returns the passes for a number of worker streams. `stream_counts` are the numbers of worker streams that
-    `auto` tries.
+    `passes` is a function that returns the passes for a given number of worker streams. `stream_counts` holds the
+    numbers of worker streams that `auto` tries.
     """
 
     passes: Callable[[int], Sequence[Pass]]
@@ -62,7 +62,7 @@ def check_strategy(strategy: object) -> None:
 
 
 def passes_of(strategy: str = "pipeline", streams: int = STREAMS) -> list[Pass]:
-    """Return the passes of a strategy, in order."""
+    """Return the passes of a strategy for `streams` worker streams, in order."""
     check_strategy(strategy)
     if strategy == AUTO:
         hint = "hi.lower and hi.compile choose one for a fusion"
@@ -83,12 +83,12 @@ class HasProgram(Protocol):
 def lower(
     fusion: HasProgram | Program, strategy: str = "pipeline", streams: int = STREAMS, watch: Watcher | None = None
 ) -> Program:
-    """Lower a fusion to a host program; `hostir.lower` documents it, and handles `auto` as well."""
+    """Lower a fusion to a host program. See `hostir.lower`, which also accepts the strategy `auto`."""
     return run_passes(fusion_of(fusion), passes_of(strategy, streams), watch)
 
 
 def fusion_of(fusion: object) -> Program:
-    """Return the fusion program of a `hostir.Fusion`, or a fusion program itself.
+    """Return the program of a `hostir.Fusion`. Return a program in the fusion phase as it is.
 
     Raise HostIRError for anything else.
     """
@@ -109,7 +109,7 @@ Watcher = Callable[[str, Program], None]
 
 @dataclass(frozen=True, eq=False)
 class _Fusion:
-    """A fusion as the key of a cache. Two keys are equal only if they hold the same object.
+    """A fusion as the key of a cache. Two keys are equal only if they hold the same fusion object.
 
     Equal programs may come from different lines of the user's code, and errors must point at the right line.
     """
@@ -124,12 +124,12 @@ class _Fusion:
 
 
 def run_passes(program: Program, passes: Sequence[Pass], watch: Watcher | None = None) -> Program:
-    """Run the passes in order, verify the result of each, and return the host program.
+    """Run the passes in order, verify the result of each pass, and return the host program.
 
-    The final host program is proved free of races, deadlocks and misuse of memory. HOSTIR_DUMP writes the program
-    before and after every pass to numbered files, which can be parsed again. HOSTIR_SPEC=0 verifies only the final
-    program. HOSTIR_SPEC=1 verifies the program after every pass. HOSTIR_SPEC=2 also prints and parses it after every
-    pass, and requires an equal program.
+    The final host program is proved free of races, deadlocks and misuse of memory. If HOSTIR_DUMP is set, the program
+    before and after every pass is written to a numbered file, which can be parsed again. HOSTIR_SPEC=0 verifies only
+    the final program. HOSTIR_SPEC=1 verifies the program after every pass. HOSTIR_SPEC=2 also prints and parses it
+    after every pass, and requires an equal program.
     """
     spec, folder, done = knobs.SPEC.get(), knobs.DUMP.get(), 0
     verify(program)
@@ -166,7 +166,7 @@ def _proved(program: Program) -> Program:
 
 
 def _run(each: Pass, program: Program, spec: int) -> Program:
-    """Run a pass, and verify its result as HOSTIR_SPEC says."""
+    """Run a pass, and verify its result. `spec` is the value of HOSTIR_SPEC, which says what to verify."""
     program = each.run(program)
     if not spec:
         return program

@@ -1,19 +1,19 @@
 """Build one-sided communication: transfers of blocks between the ranks of a team.
 
-In one-sided form a collective is a set of transfers, each of one block from one rank to another. A transfer has four
-parts:
+In one-sided form a collective is a set of transfers. Each transfer moves one block from one rank to another. A transfer
+has four parts:
 
 - *the block*: a view of the source, and a view of the symmetric buffer where the block goes;
 - *the ranks and the turn*: source rank, target rank, and the turn. In each turn every rank has a different peer, so no
   two ranks send to the same rank;
 - *its start*: a transfer starts when the source is ready and the place in the buffer is free. If a kernel is still
-  writing the source, a flag of this rank tells when it is ready. A barrier after the previous call tells that the
-  buffer is free: every rank has read the blocks of that call;
-- *its arrival*: if the sender puts the block, a flag of the receiver tells that it has arrived. If the receiver gets
-  the block, later statements on the receiver's stream find it there.
+  writing the source, a flag of this rank tells when the source is ready. A barrier after the previous call tells that
+  the buffer is free: every rank has read the blocks of that call;
+- *its arrival*: if the sender puts the block, a flag of the receiver tells that the block has arrived. If the receiver
+  gets the block, later statements on the receiver's stream find it there.
 
 `Transfers` makes the statements. The strategy decides which statements produce and consume a block. In `ring`, a rank
-computes the rows of a block before it puts them, or computes on them after it got them. In `fused` and `push`, one
+computes the rows of a block before it puts them, or computes on them after it has got them. In `fused` and `push`, one
 matmul waits for the blocks that ranks put, or sets a flag after each block that is to be put. One sum adds up the
 blocks of all ranks. `hostir/lower/rows.py` describes the blocks of each communication and their layout.
 """
@@ -41,8 +41,9 @@ SIGNAL_STREAM = Lit(1)  # the worker stream of kernels that signal after these c
 class Mover:
     """The hardware that copies blocks: copy engines on worker streams, or SMs with a kernel on the caller's stream.
 
-    Several copies by copy engines use two worker streams, if `streams` allows it. A kernel on the second stream then
-    sends the signal after each copy, because a signal by the copying stream itself would delay the next copy.
+    If copy engines make several copies, they use two worker streams, provided that `streams` allows two. A kernel on
+    the second stream then sends the signal after each copy, because a signal by the copying stream would delay the next
+    copy.
     """
 
     sms: int = 0  # the number of SMs of the kernel; 0: copy engines
@@ -51,7 +52,10 @@ class Mover:
 
 @dataclass(frozen=True)
 class Turns:
-    """The order in which a rank sends blocks: `count` turns. In turn `index` it sends to the rank at position `to`."""
+    """The order in which a rank sends blocks, in `count` turns.
+
+    In turn `index` it sends to the rank at position `to`.
+    """
 
     index: Ref
     count: Size
@@ -63,11 +67,13 @@ class Blocks:
     """The blocks that a rank sends in a turn: one block, or `count` blocks in a loop with the index `index`.
 
     Fields:
-        source, target: the views from which and to which a block is copied.
-        views: the view statements that `source` and `target` need. They are made once, or for each block of the loop.
+        source, target: a block is copied from the view `source` to the view `target`.
+        views: the view statements that `source` and `target` need. With one block, they run once, before all turns.
+            With several blocks, they run for each block.
         flag: the index of the flag that signals the arrival of a block.
         in_turn: the view statements that depend on the turn.
-        awaited: the wait for the local flag which says that a kernel has written the source, if there is such a flag.
+        awaited: the wait for a flag of this rank that is set when a kernel has written the source; None without such a
+            flag.
     """
 
     source: Value
@@ -83,7 +89,7 @@ class Blocks:
 class Transfers:
     """Builds the transfers of one collective to a symmetric buffer.
 
-    `flags` is the number of blocks that are signalled, each with a flag. None means no flags.
+    `flags` is the number of blocks that have a flag to signal their arrival. None means no flags.
     """
 
     def __init__(self, host: Host, s: Collective, buffer: Value, flags: Size | None = None) -> None:
@@ -95,15 +101,15 @@ class Transfers:
             self.flags = self.row(f"{s.out.name}_there", flags)
 
     def row(self, name: str, count: Size) -> Value:
-        """Allocate a row of flags on every rank of the mesh."""
+        """Allocate a row of flags on every rank of the mesh; return it."""
         flags = Value(self.host.names.fresh(name), TensorType(FLAG, (Axis.of(count),), self.mesh), self.span)
         self.host.body.append(AllocateSymmetric(flags, span=self.span))
         return flags
 
     def reuse_barrier(self) -> list[Statement]:
-        """Return a barrier that waits until all ranks have read the blocks of the previous call.
+        """Return a list with a barrier that waits until all ranks have read the blocks of the previous call.
 
-        One barrier is enough for all transfers of a team. Later calls of this method return an empty list.
+        One barrier is enough for all transfers of a team. So later calls of this method return an empty list.
         """
         if self.team.past_last_call:
             return []
@@ -111,7 +117,7 @@ class Transfers:
         return [self.barrier(f"all ranks have read what the previous call left in {self.buffer}")]
 
     def barrier(self, note: str) -> Barrier:
-        """Return a barrier of the team."""
+        """Return the statement of a barrier between the ranks of the team."""
         return Barrier(self.buffer, self.team.over, span=self.span, note=note)
 
     def put(self, source: Value, target: Value, to: Expr, *, note: str = "", sms: int = 0) -> Put:
@@ -138,24 +144,28 @@ class Transfers:
         return Signal(self.flags, blocks.flag, ARRIVED, to, self.team.over, span=self.span)
 
     def once(self, blocks: Blocks) -> tuple[ViewStatement, ...]:
-        """Return the views to make once, before all turns; () if they are made for each of several blocks."""
+        """Return the view statements that run once, before all turns. Return () if the views differ between blocks."""
         return () if blocks.index else blocks.views
 
     def each(self, blocks: Blocks, statements: Iterable[Statement]) -> list[Statement]:
-        """Return the statements to run for each block; with several blocks, a loop that also makes the views."""
+        """Return the statements to run for the blocks of a turn.
+
+        For one block, they are `statements`. For several blocks, they are a loop that contains the view statements and
+        `statements`.
+        """
         if blocks.index is None:
             return [*statements]
         return [For(blocks.index.value, blocks.count, (*blocks.views, *statements), span=self.span)]
 
     def fork(self) -> None:
-        """Make the copy stream current, and make it wait for the work of the caller's stream so far."""
+        """Append statements that make the copy stream current, and make it wait for the caller's stream."""
         self.host.body += [SetStream(COPY_STREAM), Synchronize(self.host.user)]
         self.host.forked = True
 
     def send(self, blocks: Blocks, turns: Turns, mover: Mover, note: str) -> None:
-        """Add the transfers of the blocks in these turns.
+        """Append the transfers of the blocks in these turns.
 
-        If copy engines copy, the copy stream must be current; afterwards the caller's stream is current.
+        If copy engines copy, the copy stream must be current before; the caller's stream is current afterwards.
         """
         if mover.sms:
             copies = self.put_and_signal(blocks, turns.to, note, mover.sms)
@@ -174,6 +184,6 @@ class Transfers:
         self.host.body += [*self.reuse_barrier(), *self.each(blocks, [loop]), SetStream(self.host.user)]
 
     def join(self) -> None:
-        """Make the caller's stream wait for all copies that `send` has added to worker streams, and their signals."""
+        """Append the wait of the caller's stream for all copies and signals that `send` has put on worker streams."""
         if self.workers:
             self.host.body.append(Synchronize(SIGNAL_STREAM if self.workers > 1 else COPY_STREAM))

@@ -1,4 +1,4 @@
-"""Unroll a program to the flat program of one rank; find the order of its operations and the lifetimes of its buffers.
+"""Unroll a program to the flat program of one rank. Find the order of its operations and the lifetimes of its buffers.
 
-Nothing here needs torch.
+No module of this package needs torch.
 """

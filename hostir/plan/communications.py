@@ -1,4 +1,4 @@
-"""Record the communications of a program that is being unrolled: collectives, messages, and their handles."""
+"""Record the communications of a program while it is unrolled: collectives, messages, and their handles."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COLLECTIVES = ("allgather", "allreduce", "reduce_scatter", "alltoall")
 
 @dataclass
 class Flight:
-    """The handle of a communication.
+    """The handle of a communication while a program is unrolled.
 
     Fields:
         op: the operation that starts the communication.
@@ -32,7 +32,7 @@ class Communications:
     Fields:
         flights: all communications so far.
         marked: the handles of the MarkOps that another stream waits for. The other MarkOps are dropped.
-        to_itself: the latest message that this rank sent to itself in a team of one rank.
+        to_itself: the latest message of this rank to itself, in a team of one rank.
     """
 
     def __init__(self, ops: IssuedOps, registers: RegisterTable) -> None:
@@ -85,7 +85,7 @@ class Communications:
         return flight
 
     def copy_within(self, x: RegisterView | None, out: RegisterView | None) -> None:
-        """Add a copy of a dense tensor to a dense tensor of the same size, unless both are the same memory."""
+        """Append a copy of a dense tensor to a dense tensor of the same size, unless both are the same memory."""
         registers = self.registers
         source, target = registers.register(registers.block(x, 0, 1)), registers.register(registers.block(out, 0, 1))
         if source != target:
@@ -101,9 +101,9 @@ class Communications:
         self.follow(flight)
 
     def follow(self, flight: Flight) -> None:
-        """Add an operation that makes the current stream wait for a communication.
+        """Append an operation that makes the current stream wait for a communication.
 
-        Add nothing if the communication is a copy on the current stream.
+        If the communication is a copy on the current stream, append nothing.
         """
         self.ops.mark_order()
         if isinstance(flight.op, MarkOp):
@@ -120,5 +120,5 @@ class Communications:
             )
 
     def without_unused_marks(self) -> tuple[Op, ...]:
-        """Return all recorded operations except the MarkOps that no other stream waits for."""
+        """Return all recorded operations, but leave out the MarkOps that no other stream waits for."""
         return tuple(op for op in self.ops.issued if not isinstance(op, MarkOp) or op.handle in self.marked)

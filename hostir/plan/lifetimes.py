@@ -1,13 +1,14 @@
 """Find the lifetimes of buffers: when their memory may be reused, and which of them a tensor of the caller may replace.
 
-torch's allocator of CUDA memory gives the memory of a dropped buffer to the next allocation on the stream that
+When a buffer is dropped, torch's allocator of CUDA memory gives its memory to the next allocation on the stream that
 allocated the buffer. This is safe if that stream has already waited for every stream that used the buffer.
 `late_streams` proves this from the order of the operations, or returns the streams for which it finds no proof. The
 machine then calls `record_stream` for these streams, which costs some memory.
 
-Programs from the lowering need no `record_stream`. They allocate on the caller's stream and join all worker streams to
-it. Some wait for flags instead of joining a worker stream. Then the caller's stream joins the worker at the end of the
-call, and the buffer is dropped only then. A program that was edited by hand may do neither.
+Programs from the lowering need no `record_stream`. They allocate on the caller's stream. Usually this stream joins all
+worker streams before a buffer is dropped. Some programs wait for flags instead of joining a worker stream. Then the
+caller's stream joins the worker stream at the end of the call, and the buffer is dropped only then. A program that was
+edited by hand may do neither.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 def late_streams(unrolled: UnrolledProgram) -> dict[int, tuple[int, ...]]:
     """Return, for each buffer, the streams that may still use the buffer when the host drops it.
 
-    Buffers without such streams are left out. The program drops a buffer where it frees it, or at the end of the run.
-    The caller uses the outputs on its stream, and drops the inputs after the run.
+    Buffers without such streams are left out. The program drops a buffer at the statement that frees it, or at the end
+    of the run. The caller uses the outputs on its stream, and drops the inputs after the run.
     """
     ops, order, buffers = unrolled.ops, unrolled.order, unrolled.buffers
     homes = dict.fromkeys(unrolled.inputs, CALLER) | {x: op.stream for x, op in unrolled.allocated.items()}
@@ -65,22 +66,22 @@ def late_streams(unrolled: UnrolledProgram) -> dict[int, tuple[int, ...]]:
 
 
 def early_buffers(unrolled: UnrolledProgram) -> set[int]:
-    """Return the buffers that a worker stream uses before it has waited for the caller's stream in this call."""
+    """Return the buffers that a worker stream uses before it waits for the caller's stream in this call."""
     early = (op for position, op in enumerate(unrolled.ops) if not unrolled.order.forked(position))
     return {unrolled.buffers[register] for op in early for register in (*op.reads, *op.writes)}
 
 
 def homes(unrolled: UnrolledProgram) -> tuple[int, ...]:
-    """Return, for each output, the register of the buffer that a tensor passed as `out=` replaces.
+    """Return, for each output, the register of the buffer that a tensor passed as `out=` may replace.
 
-    The register is NONE if no buffer can be replaced. Then the output is copied to the tensor. A buffer can be replaced
+    The register is NONE if there is no such buffer. Then the output is copied to the tensor. A buffer can be replaced
     if it meets all of these conditions:
 
     - The program allocates it.
     - The output is the buffer itself, not a view of it.
     - No earlier output is the same buffer.
-    - All operations on it follow the beginning of the call, because the caller's stream may have used the tensor
-      before.
+    - All operations on it come after the work that the caller's stream had before the call, because that work may use
+      the tensor.
     """
     allocated = unrolled.allocated.keys() - early_buffers(unrolled)
     replaced: list[int] = []

@@ -2,8 +2,8 @@
 
 `unroll` turns a program into a list of operations, for one rank and one set of shapes. The operations are in the order
 in which the rank issues them. They have no names, loops, indices or symbols. They refer to tensors by the numbers of
-registers, and each operation knows its statement. A machine turns each operation into a closure over one list of
-registers, and a run calls these closures.
+registers, and each operation knows its statement. A machine turns each operation into a closure. The closures share one
+list of registers, and a run calls them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def flag_value(call: int, epoch: int) -> int:
 
 
 class StatementPlace(NamedTuple):
-    """A statement, and the indices of the loops around it, outermost first."""
+    """A statement, and the indices of the loops around it, with the outermost loop first."""
 
     statement: Statement
     rounds: tuple[int, ...]
@@ -74,7 +74,7 @@ class Op:
         frees: the register of the buffer that it frees.
         reads, writes: the registers of the tensors that it reads and writes. A communication may access its tensors
             until a stream has waited for it.
-        joins: the stream that its stream waits for, or None.
+        joins: the stream that its stream waits for; None if it waits for no stream.
         starts: the handle of the communication that it starts.
         awaits: the handle of the communication that it waits for.
         raised_flags: the flags that it sets.
@@ -100,7 +100,10 @@ class Op:
     joins: ClassVar[Join | None] = None
 
     def __init_subclass__(cls) -> None:
-        """Define the traits that follow from the types of the fields. Keep the traits that the class itself defines."""
+        """Define the traits of a class that follow from the types of its fields.
+
+        Keep traits that the class itself defines.
+        """
         fields = {str(annotation): name for name, annotation in get_annotations(cls).items()}
         for annotation, trait in TRAITS.items():
             if annotation in fields and trait not in vars(cls):
@@ -135,7 +138,7 @@ class Op:
 
     @property
     def lane(self) -> str:
-        """The name of the row that shows the operation in a trace."""
+        """The name of the row in which a trace shows the operation."""
         if self.by_group:
             return f"communication {self.by_group}"
         return "caller" if self.stream == CALLER else f"stream {self.stream}"
@@ -147,7 +150,7 @@ def _tuple_of(field: str) -> Callable[[Op], tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class AllocateOp(Op):
-    """Sets `registers[out]` to a dense uninitialised tensor, or to the caller's tensor for this output."""
+    """Sets `registers[out]` to a new dense tensor without initial values, or to the caller's tensor for this output."""
 
     out: DefinedRegister
     shape: tuple[int, ...]
@@ -160,8 +163,8 @@ class AllocateOp(Op):
 class SymmetricOp(Op):
     """Sets `registers[out]` to a symmetric buffer in the memory of `rank`, which may be this rank or a peer.
 
-    The buffer is dense. Every run with the same sizes uses the same buffer. `name` is its name in the program. If it is
-    allocated in a loop, each round has a separate buffer, and `rounds` holds the indices of the loops.
+    The buffer is dense. Every run with the same sizes uses the same buffer. `name` is its name in the program. If the
+    buffer is allocated in a loop, each round has a separate buffer, and `rounds` holds the indices of the loops.
     """
 
     out: DefinedRegister
@@ -173,7 +176,7 @@ class SymmetricOp(Op):
 
     @property
     def home(self) -> tuple[str, tuple[int, ...]]:
-        """The name and the rounds of the buffer. They identify it on every rank."""
+        """The name and the rounds of the buffer. The two identify it on every rank."""
         return self.name, self.rounds
 
 
@@ -181,7 +184,8 @@ class SymmetricOp(Op):
 class ViewOp(Op):
     """Sets `registers[out]` to a view of the buffer in register `x`. The view begins at element `offset`.
 
-    If the view is `x[i]`, `index` is i, else None. torch makes a view `x[i]` in two thirds of the time of other views.
+    `index` is i if the view is `x[i]`; otherwise it is None. torch makes a view `x[i]` in two thirds of the time of
+    other views.
     """
 
     out: DefinedRegister
@@ -207,8 +211,8 @@ class FreeOp(Op):
 class ComputeOp(Op):
     """Computes `out` from `operands`, with the kernel for `computation`. `dtype` is the dtype of the result.
 
-    With `ready`, the kernel computes each block of rows when the flags of the block are set. With `done`, it sets a
-    flag after each block. `ready.flags`, `ready.own_rows` and `done.flags` are numbers of registers.
+    If `ready` is set, the kernel computes each block of rows when the flags of the block are set. If `done` is set, the
+    kernel sets a flag after each block. `ready.flags`, `ready.own_rows` and `done.flags` are numbers of registers.
     """
 
     computation: str
@@ -251,7 +255,7 @@ class ComputeOp(Op):
 
 @dataclass(frozen=True)
 class CopyOp(Op):
-    """Copies `x` to `out`. One of them may be in a peer's memory.
+    """Copies `x` to `out`. One of the two may be in the memory of a peer.
 
     A copy engine makes the copy if `sms` is 0. Otherwise a kernel on `sms` SMs makes it.
     """
@@ -304,7 +308,7 @@ class WaitSignalOp(Op):
 class BarrierOp(Op):
     """Makes the stream wait until all ranks of the team have reached this barrier.
 
-    `number` is the number of barriers of the team before it in this call.
+    `number` is the number of earlier barriers of the team in this call.
     """
 
     team: RanksOfTeam
@@ -324,14 +328,15 @@ class CollectiveOp(Op):
 
 @dataclass(frozen=True)
 class MessagesOp(Op):
-    """Starts this rank's sends and receives of one communication.
+    """Starts the sends and receives that this rank has in one communication.
 
     Fields:
         team: the ranks of the communication.
         sends: for each message that this rank sends, the register of the tensor and the receiver's rank.
         receives: for each message that this rank receives, the register of the tensor and the sender's rank.
-        collective: True for a transfer between meshes. It is ordered with the collectives of the team. Other messages
-            are ordered only with this rank's messages: messages and collectives do not wait for each other.
+        collective: True for a transfer between meshes. Such a transfer is ordered with the collectives of the team.
+            Other messages are ordered only with other messages of this rank. Messages and collectives do not wait for
+            each other.
         handle: the handle of the communication.
     """
 
@@ -352,9 +357,9 @@ class MessagesOp(Op):
 
 @dataclass(frozen=True)
 class MarkOp(Op):
-    """Marks the end of a communication that needs no other rank. Other streams can wait for its handle.
+    """Marks the end of a communication that needs no other rank, so that other streams can wait for the handle.
 
-    Such a communication is a copy on `stream`, or there is nothing to communicate.
+    Such a communication is a copy on `stream`, or has nothing to communicate.
     """
 
     handle: Start
@@ -388,6 +393,6 @@ class DelayOp(Op):
 
 
 def overlap(one: ElementRange, others: Iterable[ElementRange]) -> bool:
-    """Return True if a range of elements overlaps one of the other ranges."""
+    """Return True if the range `one` overlaps one of the ranges `others`. The ranges are ranges of elements."""
     low, high = one
     return any(low < end and start < high for start, end in others)

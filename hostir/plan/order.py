@@ -1,4 +1,4 @@
-"""Compute which operations of an unrolled program follow each other on the streams of a rank, by vector clocks."""
+"""Compute the order of the operations of an unrolled program on the streams of a rank, by vector clocks."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class RankOrder:
 
     An operation follows all earlier operations on its stream. If its stream has joined another stream, the operation
     also follows everything that was issued to that stream before the join. If its stream has waited for a
-    communication, the operation follows the communication and everything before it. A communication has ended only for
-    operations that follow a wait for it.
+    communication, the operation follows the communication and everything before it. Only operations that follow such a
+    wait come after the end of the communication.
 
     Fields:
         numbers: for each operation, its number on its stream, from 1.
@@ -50,7 +50,10 @@ class RankOrder:
                 begun[op.starts] = clock, stream, len(issued)
 
     def precedes(self, first: int, then: int) -> bool:
-        """Return True if operation `first` ends before operation `then` begins. Both are positions in the list."""
+        """Return True if operation `first` ends before operation `then` begins.
+
+        Both arguments are positions in the list.
+        """
         stream = self.ops[first].stream
         same = stream == self.ops[then].stream
         return first < then if same else self.clocks[then].get(stream, 0) >= self.numbers[first]
@@ -67,13 +70,16 @@ class RankOrder:
 
     @property
     def unjoined(self) -> tuple[int, ...]:
-        """The streams with work that the caller's stream has not waited for at the end of the call."""
+        """The streams with work that the caller's stream has not yet waited for at the end of the call."""
         known = self.known[CALLER]
         return tuple(sorted(s for s, issued in self.issued.items() if s != CALLER and known.get(s, 0) < len(issued)))
 
 
 def _later(clock: StreamClock, other: StreamClock, stream: int, count: int) -> StreamClock:
-    """Return the clock that counts all operations of two clocks, and the first `count` operations of `stream`."""
+    """Return a clock that counts all operations that `clock` or `other` counts.
+
+    It also counts the first `count` operations of `stream`.
+    """
     later = {**clock, **{s: n for s, n in other.items() if n >= clock.get(s, 0)}}
     later[stream] = max(count, clock.get(stream, 0))
     return later

@@ -1,4 +1,4 @@
-"""Record the operations of a program that is being unrolled, and the registers, buffers and views that they use."""
+"""Record the operations of a program while it is unrolled, and the registers, buffers and views that they use."""
 
 from __future__ import annotations
 
@@ -45,14 +45,17 @@ class IssuedOps:
 
     @property
     def here(self) -> tuple[StatementPlace, int]:
-        """The first two fields of the next operation: its statement and its stream."""
+        """The first two fields of the next operation: its place and its stream."""
         return self.place, self.stream
 
     def add(self, op: Op) -> None:
         self.issued.append(op)
 
     def mark_order(self) -> None:
-        """Record that the current statement orders streams. No later kernel can overlap copies by SMs before it."""
+        """Record that the current statement orders streams.
+
+        Later kernels cannot overlap the copies by SMs before it.
+        """
         self.ordered = len(self.issued)
 
     def fail(self, message: str, *, expected: str = "", hint: str = "") -> HostIRError:
@@ -60,10 +63,10 @@ class IssuedOps:
 
 
 class RegisterTable:
-    """The numbered registers of a program that is being unrolled, with their buffers and views.
+    """The numbered registers of a program while it is unrolled, with their buffers and views.
 
-    A register holds a tensor or a handle. A buffer is named by the register that holds all of its elements. A view
-    becomes an operation only if another operation uses it. Then a chain of select, chunk and reshape is one strided
+    A register holds a tensor or a handle. A buffer is identified by the register that holds all of its elements. A view
+    becomes an operation only if another operation uses it. So a chain of select, chunk and reshape becomes one strided
     view of its buffer, which a run makes once.
 
     Fields:
@@ -103,9 +106,10 @@ class RegisterTable:
         return contents
 
     def input(self, value: Value, layout: tuple[tuple[int, ...], tuple[int, ...]] | None) -> RegisterView | None:
-        """Add and return the tensor of an input. `layout` holds its shape and its strides.
+        """Add a register for an input; return the input as a tensor.
 
-        `layout` and the result are None if this rank holds no part of the input.
+        `layout` holds the shape and the strides of the input. If this rank holds no part of the input, `layout` and the
+        result are None.
         """
         buffer = self.new_register()
         self.names[buffer] = value.name
@@ -121,7 +125,10 @@ class RegisterTable:
     def symmetric_buffer(
         self, name: str, rounds: tuple[int, ...], rank: int, shape: tuple[int, ...], dtype: DType
     ) -> RegisterView:
-        """Return a symmetric buffer of a rank as a tensor. On first use, add the operation that provides the buffer."""
+        """Return a symmetric buffer of a rank as a tensor.
+
+        The first use appends the operation that provides the buffer.
+        """
         home = name, rounds, rank
         if home in self.homes:
             return self.contents[self.homes[home]]
@@ -132,14 +139,17 @@ class RegisterTable:
         return self.add_buffer(buffer, shape, dtype, dense_strides(shape))
 
     def at_rank(self, x: RegisterView, rank: int) -> RegisterView:
-        """Return the same view of the buffer at `rank`. Raise a HostIRError if the buffer is not symmetric."""
+        """Return a view with the layout of `x`, but of the symmetric buffer on `rank`.
+
+        Raise a HostIRError if the buffer of `x` is not symmetric.
+        """
         op, name = self.symmetric.get(x.buffer), self.names[x.buffer]
         if op is None:
             raise self.ops.fail(f"%{name} is not symmetric", expected="a view of a buffer from allocate_symmetric")
         return x._replace(buffer=self.symmetric_buffer(op.name, op.rounds, rank, op.shape, op.dtype).buffer)
 
     def flags(self, flags: RegisterView, epoch: int, rank: int | None = None) -> int:
-        """Return the register of the flags at `rank`, by default at this rank.
+        """Return the register of the flags on `rank`. By default this is the current rank.
 
         Raise a HostIRError if `epoch` is too large for a flag.
         """
@@ -148,7 +158,7 @@ class RegisterTable:
         return self.register(self.at_rank(flags, self.rank if rank is None else rank))
 
     def register(self, x: RegisterView | None) -> int:
-        """Return the register of a tensor. If it has no register yet, add an operation that makes the view."""
+        """Return the register of a tensor. If it has no register yet, append an operation that makes the view."""
         if x is None:
             return NONE
         self.check_not_freed(x)
@@ -184,7 +194,10 @@ class RegisterTable:
         return RegisterView(x.buffer, shape, strides, x.offset)
 
     def block(self, x: RegisterView | None, index: int, count: int) -> RegisterView:
-        """Return block `index` of a dense tensor as a vector. The tensor is divided into `count` equal blocks."""
+        """Return block number `index` of a dense tensor, as a vector.
+
+        The tensor is divided into `count` equal blocks.
+        """
         assert x is not None
         size, rest = divmod(prod(x.shape), count)
         if rest:
@@ -192,14 +205,14 @@ class RegisterTable:
         return RegisterView(x.buffer, (size,), (1,), x.offset + index * size)
 
     def copy(self, x: int, out: int) -> None:
-        """Add a copy from the tensor in register `x` to the tensor in register `out`."""
+        """Append a copy from the tensor in register `x` to the tensor in register `out`."""
         dtype = self.dtypes[self.buffers[out]]
         self.ops.add(ComputeOp(*self.ops.here, "copy", dtype, out, (x,), {}))
 
     def fail_layout(self, x: RegisterView, message: str, expected: str) -> HostIRError:
-        """Return an error about the layout of a tensor.
+        """Return an error about the layout of the tensor `x`.
 
-        If the tensor is a view of an input that is not dense, the error is about the input.
+        If `x` is a view of an input that is not dense, the error is about the input.
         """
         contents = self.contents[x.buffer]
         if x.buffer > len(self.program.inputs) or contents.dense:

@@ -1,4 +1,4 @@
-"""Unroll a program for one rank and one set of shapes to a list of operations, in the order of issue."""
+"""Unroll a program, for one rank and one set of shapes, to a list of operations. The list has the order of issue."""
 
 from __future__ import annotations
 
@@ -28,29 +28,30 @@ from hostir.plan.unrolled import RegisterView, UnrolledProgram
 
 
 def teams_of(program: Program) -> tuple[tuple[int, ...], ...]:
-    """Return every team of two or more ranks that has collectives, in program order. The ranks of a team are ascending.
+    """Return every team that has two or more ranks and uses collectives, in program order.
 
-    All ranks must create their process groups in the same order. So this order does not depend on the rank.
+    Each team lists its ranks in ascending order. All ranks must create their process groups in the same order. So the
+    order of the teams does not depend on the rank.
     """
     teams = (team for statement in program.walk() if statement.collective for team in statement.teams)
     return tuple(dict.fromkeys(team for team in teams if len(team) > 1))
 
 
 def message_teams_of(program: Program) -> tuple[tuple[int, ...], ...]:
-    """Return every team of two or more ranks that exchange messages, in program order."""
+    """Return every team that has two or more ranks and exchanges messages, in program order."""
     teams = (team for statement in program.walk() if not statement.collective for team in statement.teams)
     return tuple(dict.fromkeys(team for team in teams if len(team) > 1))
 
 
 class Strided(Protocol):
-    """A tensor of any library. Unrolling needs only its shape and its strides, which count elements."""
+    """A tensor of any library. Unrolling needs only its shape and its strides. Strides are numbers of elements."""
 
     @property
     def shape(self) -> Sequence[int]:
-        """The extents of its axes."""
+        """The extents of the tensor's axes."""
 
     def stride(self) -> Sequence[int]:
-        """Return the strides of its axes."""
+        """Return the strides of the tensor's axes."""
 
 
 @uncollected()
@@ -63,13 +64,13 @@ def unroll(
         program: a host program.
         rank: the rank.
         sizes: the values of all symbols.
-        inputs: tensors with the shapes and strides of this rank's inputs; None for an input that it does not hold. By
-            default all inputs are dense.
+        inputs: tensors with the shapes and strides of this rank's inputs; None for an input that this rank does not
+            hold. By default all inputs are dense.
 
     Raises:
-        HostIRError: at a statement that no machine can run. It uses a stream outside the pool, a view that needs a
-            copy, freed memory, or a peer's memory that is not symmetric. Or it communicates a tensor that is not dense,
-            or starts a communication that nothing waits for.
+        HostIRError: at a statement that no machine can run. Such a statement uses a stream outside the pool, a view
+            that needs a copy, freed memory, or a peer's memory that is not symmetric. Or it communicates a tensor that
+            is not dense, or starts a communication that nothing waits for.
     """
     unroller = Unroller(program, rank, sizes)
     parts = unroller.dense_inputs() if inputs is None else unroller.strided_inputs(inputs)
@@ -84,7 +85,7 @@ class StreamValue:
 
 
 class Unroller(Observer, OptionalMethods):
-    """A machine that records the operations of one rank instead of running them."""
+    """A machine that records the operations of one rank, and runs nothing."""
 
     def __init__(self, program: Program, rank: int, sizes: Mapping[str, int]) -> None:
         self.program = program
@@ -96,15 +97,15 @@ class Unroller(Observer, OptionalMethods):
         self.barriers: dict[tuple[int, ...], int] = {}  # by team: the number of its barriers so far
 
     def strided_inputs(self, inputs: Sequence[Strided | None]) -> list[RegisterView | None]:
-        """Add the inputs of the program, with the layouts of the given tensors, and return their tensors.
+        """Add registers for the inputs of the program, and return the inputs as tensors.
 
-        An item is None if this rank holds no part of the input.
+        The inputs get the layouts of the tensors `inputs`. An item is None if this rank holds no part of the input.
         """
         layouts = [None if x is None else (tuple(x.shape), tuple(x.stride())) for x in inputs]
         return [self.registers.input(value, layout) for value, layout in zip(self.program.inputs, layouts, strict=True)]
 
     def dense_inputs(self) -> list[RegisterView | None]:
-        """Add the inputs of the program as dense tensors, and return these tensors.
+        """Add registers for the inputs of the program, and return the inputs as dense tensors.
 
         An item is None if this rank holds no part of the input.
         """
@@ -135,7 +136,10 @@ class Unroller(Observer, OptionalMethods):
         )
 
     def output(self, x: RegisterView | None) -> RegisterView | None:
-        """Return an output that the caller may keep. A symmetric buffer is copied, because the next call reuses it."""
+        """Return an output as a tensor that the caller may keep.
+
+        If the output is in a symmetric buffer, append a copy of it, because the next call reuses the buffer.
+        """
         if x is None or x.buffer not in self.registers.symmetric:
             return x
         self.ops.place = self.registers.symmetric[x.buffer].place
@@ -264,10 +268,10 @@ class Unroller(Observer, OptionalMethods):
 
 
 def unavailable_sms(ops: Sequence[Op], ordered: int, stream: int) -> tuple[int, int]:
-    """Return the numbers of SMs that a waiting kernel does not get: `overlapped_sms` and `reserved_sms`.
+    """Return two numbers of SMs that a waiting kernel does not get: `overlapped_sms` and `reserved_sms`.
 
-    `overlapped_sms` belong to the copies by SMs directly before the kernel, which may still run. `reserved_sms` are
-    left free for signals by SMs.
+    `overlapped_sms` counts the SMs of the copies directly before the kernel, which may still run. `reserved_sms` counts
+    the SMs that the kernel leaves free for signals by SMs.
 
     Args:
         ops: the operations before the kernel in the call.
@@ -279,10 +283,10 @@ def unavailable_sms(ops: Sequence[Op], ordered: int, stream: int) -> tuple[int, 
 
 
 def _copying(ops: Sequence[Op], stream: int) -> int:
-    """Return the number of SMs that the copies at the end of `ops` use, if they are copies by SMs on this stream.
+    """Return the number of SMs on which the copies at the end of `ops` run.
 
-    Return 0 if `ops` does not end with such copies. A waiting kernel that is issued next may overlap the copies and
-    their signals.
+    Only copies by SMs on `stream` count. If there are no such copies, the result is 0. A waiting kernel that is issued
+    next may overlap these copies and their signals.
     """
     latest = (op for op in reversed(ops) if not op.defines)
     last = next(latest, None)

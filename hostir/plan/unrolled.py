@@ -17,7 +17,10 @@ from hostir.plan.order import RankOrder
 
 
 class RegisterView(NamedTuple):
-    """A tensor: the register of its buffer, and its layout in the buffer. Strides and offset count elements."""
+    """A tensor: the register of its buffer, and its layout in the buffer.
+
+    Strides and offset are numbers of elements.
+    """
 
     buffer: int
     shape: tuple[int, ...]
@@ -36,7 +39,7 @@ class RegisterView(NamedTuple):
         return self.offset, self.offset + sum(steps) + 1
 
     def index_in(self, buffer: RegisterView) -> int | None:
-        """Return i if this view is `buffer[i]`; return None if it is not of this form."""
+        """Return i if this view is `buffer[i]`; return None if there is no such i."""
         if self.shape != buffer.shape[1:] or self.strides != buffer.strides[1:] or not buffer.shape:
             return None
         index, rest = divmod(self.offset, max(buffer.strides[0], 1))
@@ -47,7 +50,7 @@ class RegisterView(NamedTuple):
 class UnrolledProgram:
     """The flat program of one rank for given sizes: its operations and its registers.
 
-    A register holds a tensor or a handle. A buffer is named by the register that holds all of its elements.
+    A register holds a tensor or a handle. A buffer is identified by the register that holds all of its elements.
 
     Fields:
         program: the host program.
@@ -82,12 +85,15 @@ class UnrolledProgram:
 
     @cached_property
     def extents(self) -> Mapping[int, ElementRange]:
-        """For each register with a tensor, the range of its buffer from the first element of the tensor to its last."""
+        """For each register with a tensor, a range of elements of its buffer.
+
+        The range goes from the first element of the tensor to its last element.
+        """
         return {register: layout.extent for register, layout in self.layouts.items()}
 
     @property
     def memory(self) -> tuple[int, int]:
-        """The number of bytes that a run allocates, and the number of bytes of this rank's symmetric buffers."""
+        """Two numbers of bytes: the memory that a run allocates, and the memory of this rank's symmetric buffers."""
         return _bytes(self.allocated.values()), _bytes(op for op in self.symmetric.values() if op.rank == self.rank)
 
     def owner(self, register: int) -> int:
@@ -106,7 +112,7 @@ class UnrolledProgram:
         return f"%{self.symmetric[layout.buffer].name}[{layout.offset + slot * layout.strides[0]}]"
 
     def touches_peer(self, op: Op) -> bool:
-        """Return True if an operation accesses memory or flags of a peer directly, not through a process group."""
+        """Return True if an operation accesses the memory or the flags of a peer directly, without a process group."""
         return id(op) in self._touching
 
     @cached_property
@@ -119,12 +125,15 @@ class UnrolledProgram:
         return format_statement(op.place.statement, self.program).strip()
 
     def describe(self, op: Op) -> str:
-        """Return the text of an operation's statement and its round in each loop, for a message."""
+        """Return a description of an operation for a message: the text of its statement, and its round in each loop."""
         rounds = ", ".join(map(str, op.place.rounds))
         return f"'{self.text(op)}'" + (f" in round {rounds}" if rounds else "")
 
     def failure(self, op: Op, problem: BaseException) -> HostIRError:
-        """Return the error for an operation that raised `problem`. It names rank, statement, source line and cause."""
+        """Return the error for an operation that raised `problem`.
+
+        The error names the rank, statement, source line and cause.
+        """
         diagnosed = isinstance(problem, HostIRError)
         cause = str(problem).removeprefix("error: ") if diagnosed else f"{type(problem).__name__}: {problem}"
         return op.place.statement.fail(f"rank {self.rank}, {self.describe(op)}: {cause}")

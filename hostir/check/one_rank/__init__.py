@@ -1,1 +1,1 @@
-"""Check only rank 0 of a program if all ranks do the same, so that the check represents all ranks."""
+"""Check only rank 0 of a program. This is enough if all ranks do the same."""

@@ -1,8 +1,8 @@
 """Order the events of rank 0 so that a check of rank 0 represents all ranks.
 
-In most programs all ranks do the same, shifted along the axes of the mesh. If a rank accesses a peer, a row block or a
-flag, then the next rank along an axis accesses the next peer, row block or flag. Then a race, a deadlock or a read of
-unwritten memory on any rank also happens on rank 0, and checking rank 0 is enough. docs/memory-model.md has the
+In most programs all ranks do the same, shifted along the axes of the mesh. If a rank accesses a peer, a block of rows
+or a flag, then the next rank along an axis accesses the next peer, block of rows or flag. Then a race, a deadlock or a
+read of unwritten memory on any rank also happens on rank 0, and checking rank 0 is enough. docs/memory-model.md has the
 argument.
 
 Rank 0 is traced with indices that hold one value for each rank. Everything that would make ranks differ raises
@@ -54,8 +54,8 @@ class _Tracer(Tracer):
     ) -> None:
         """Trace a computation of rank 0, which may be cut into blocks of rows.
 
-        The numbers of the blocks may differ from rank to rank. The trace keeps the numbers of all ranks. `Rotations`
-        checks later that the blocks of all ranks correspond to each other.
+        The first block may differ from rank to rank. The trace keeps its number on every rank. `Rotations` checks later
+        that the blocks of all ranks correspond to each other.
         """
         of_rank_0 = ready and replace(ready, first=at(ready.first, 0), own_first=at(ready.own_first, 0))
         super().compute(computation, out, operands, options, of_rank_0, done and replace(done, first=0))
@@ -74,10 +74,10 @@ class _Frame(Frame):
         return place
 
     def member(self, team: tuple[int, ...], place: Any) -> int:
-        """Return the peer of rank 0: the rank at a place in its team.
+        """Return the peer of rank 0: the rank at position `place` in its team.
 
-        The place may differ from rank to rank. Raise UnlikeError if the distance from rank to peer is not the same on
-        all ranks.
+        The position may differ from rank to rank. Raise UnlikeError if the distance from a rank to its peer is not the
+        same for all ranks.
         """
         assert isinstance(self.machine, _Tracer)
         stride = team[1] if len(team) > 1 else 1
@@ -88,7 +88,10 @@ _Tracer.frame = _Frame
 
 
 def alike(program: Program, sizes: Mapping[str, int], calls: int) -> Alike | None:
-    """Trace rank 0 and return the order of its events, which represents all ranks; return None if ranks differ."""
+    """Trace rank 0, and return the order of its events, which represents all ranks.
+
+    Return None if ranks do not do the same.
+    """
     torus = Torus.of(program)
     if torus is None:
         return None
@@ -104,11 +107,11 @@ def alike(program: Program, sizes: Mapping[str, int], calls: int) -> Alike | Non
 
 
 class Alike(Order):
-    """The order of the events of rank 0, and of the events of other ranks that access rank 0's memory and flags.
+    """The order of the events of rank 0, and of events of other ranks that access the memory or the flags of rank 0.
 
-    An event of another rank is a copy of rank 0's event that does the same to a peer. Its vector clock is the clock of
-    rank 0's event, rotated by the rank. For example, the ticks of rank 2 in rank 0's clock are the ticks of rank 5 in
-    rank 3's clock.
+    If an event of rank 0 accesses a peer, the same event of some other rank accesses rank 0. The event of the other
+    rank is a copy of rank 0's event. Its vector clock is the clock of rank 0's event, rotated by the rank. For example,
+    rank 3's clock counts for rank 5 what rank 0's clock counts for rank 2.
     """
 
     def __init__(self, tracer: _Tracer) -> None:
@@ -133,7 +136,7 @@ class Alike(Order):
         }
 
     def _at_rank_0(self, event: Event) -> Iterator[Event]:
-        """Remove an event's accesses to peers, and yield events of other ranks that access rank 0 instead.
+        """Remove the accesses of an event to peers, and yield events of other ranks that access rank 0 instead.
 
         If rank 0 accesses a peer, some other rank accesses rank 0 in the same way. The event of this other rank is a
         copy of rank 0's event.
@@ -145,7 +148,7 @@ class Alike(Order):
             yield self.copy(event, rank, [_access(access, rank)])
 
     def _signal(self, flag: Flag, events: list[Event]) -> Flag:
-        """Return the signal that rank 0 receives if all ranks send a signal in the same way as rank 0 sends `flag`."""
+        """Return the signal that rank 0 receives if every rank sends a signal in the way that rank 0 sends `flag`."""
         rank = self.torus.opposite[flag.rank]
         event = flag.event
         if rank:
@@ -178,7 +181,10 @@ class Alike(Order):
         return moment
 
     def stuck(self) -> Iterator[Trouble]:
-        """Yield a trouble if waiting kernels may block each other in a cycle. It names one kernel of the cycle."""
+        """Yield one trouble if waiting kernels may block each other in a cycle.
+
+        The trouble names one kernel of the cycle.
+        """
         import networkx as nx
 
         lanes, kernels = Lanes(self), self.ranks[0].kernels
@@ -207,10 +213,10 @@ class Alike(Order):
 
 
 def _access(access: Access, rank: int) -> Access:
-    """Return the access to rank 0's memory that `rank` makes where rank 0 itself makes `access`.
+    """Return the access that `rank` makes to the memory of rank 0 when rank 0 makes `access`.
 
-    If `rank` is not 0, `access` is an access of rank 0 to a peer. The result is the corresponding access of `rank` to
-    the buffer of rank 0.
+    If `rank` is 0, `access` is an access of rank 0 to its own memory. Otherwise it is an access of rank 0 to a peer,
+    and the result is the corresponding access of `rank` to rank 0.
     """
     region = access.region
     offset: Any = region.offset

@@ -27,14 +27,14 @@ Steps = tuple[int, ...]
 
 
 class Rotations:
-    """Checks that the addresses of every rank are rotations of rank 0's addresses (see the module).
+    """Checks that the addresses of every rank are rotations of rank 0's addresses (see the module's docstring).
 
     For each buffer and grid axis, the same digit must rise in the addresses of all accesses. Then two regions overlap
     on every rank if they overlap on rank 0.
 
     Fields:
-        steps: for each buffer and grid axis, the weight of the digit that rises. If no digit of a buffer's addresses
-            rises, the pair is left out.
+        steps: for each pair of a buffer and a grid axis, the weight of the digit that rises. A pair is left out if no
+            digit of the buffer's addresses rises along the axis.
     """
 
     def __init__(self, trace: RankTrace, torus: Torus) -> None:
@@ -44,7 +44,10 @@ class Rotations:
         self.steps: dict[tuple[str, int], int] = {}
 
     def check(self) -> None:
-        """Raise UnlikeError if some address or some slot of a flag does not rotate with the ranks."""
+        """Raise UnlikeError if some address or some slot of a flag does not rotate with the ranks.
+
+        The slot of a flag is its index in its row of flags.
+        """
         computed = self.trace.by_blocks
         in_blocks = {id(event) for blocks in computed for event in (*blocks.parts, *blocks.units)}
         of_blocks = {id(flag) for blocks in computed for flag in (*blocks.waits, *blocks.signals)}
@@ -77,8 +80,8 @@ class Rotations:
         Raise UnlikeError if it is not the same digit in all addresses of the buffer.
 
         Args:
-            moving: accesses, with the weight of the digit that rises along each grid axis.
-            going: flags, with the same data for their slots.
+            moving: accesses. Each has, for each grid axis, the weight of the digit of its address that rises.
+            going: flags. Each has, for each grid axis, the weight of the digit of its slot that rises.
         """
         weights = [(access.buffer.name, steps) for access, steps in moving]
         weights += [(flag.flags, steps) for flag, steps in going]
@@ -88,13 +91,13 @@ class Rotations:
                     raise UnlikeError
 
     def _moving(self, address: Any) -> Steps:
-        """Return, for each grid axis, by how much an address grows from one rank to the next (see `_steps`)."""
+        """Return, for each grid axis, the amount by which an address grows from one rank to the next (see `_steps`)."""
         return _steps(address.numbers, self.shape) if isinstance(address, PerRank) else (0,) * len(self.shape)
 
     def _apart(self) -> None:
-        """Raise UnlikeError if the digits of a buffer's addresses that rise along two grid axes overlap.
+        """Raise UnlikeError if, for some buffer, the digits that rise along two grid axes overlap.
 
-        Rotations along the two axes would not be independent.
+        Rotations along these axes would then not be independent of each other.
         """
         digits: dict[str, list[tuple[int, int]]] = {}
         for (buffer, axis), step in self.steps.items():
@@ -105,7 +108,8 @@ class Rotations:
     def _by_blocks(self, blocks: BlockEvents) -> tuple[list[tuple[Access, Steps]], list[tuple[Flag, Steps]]]:
         """Return the accesses and the flags of a computation by blocks.
 
-        Each has the weights of the digits of its address that rise from rank to rank, one for each grid axis.
+        Each access and each flag comes with a weight for each grid axis: the weight of the digit of its address or slot
+        that rises from rank to rank.
         """
         turned, count = self._turned(blocks), len(blocks.units)
         units, ready, done = turned[:count] % count, blocks.ready, blocks.done
@@ -137,9 +141,9 @@ class Rotations:
         return accesses, flags
 
     def _turned(self, blocks: BlockEvents) -> Any:
-        """Find the parts of other ranks that correspond to the parts of a computation by blocks on rank 0.
+        """Return which parts of other ranks correspond to the parts of rank 0 in a computation by blocks.
 
-        Return an array. Row n holds, for each rank, the number of the part that corresponds to rank 0's part n.
+        The result is an array. Row n holds, for each rank, the number of the part that corresponds to rank 0's part n.
         """
         count, ready, done = len(blocks.units), blocks.ready, blocks.done
         flags = [(ready.flags.buffer.name, ready.results)] if ready else []
@@ -163,8 +167,8 @@ class Rotations:
     def _columns(self, items: Sequence[Sequence[Access]], turned: Any) -> list[tuple[Access, Steps]]:
         """Return the accesses of some parts of a computation by blocks.
 
-        Each has the weights of the digits of its address that rise from rank to rank, one for each grid axis. Some
-        parts begin with an access that other parts do not have. Such accesses are left out.
+        Each access comes with a weight for each grid axis: the weight of the digit of its address that rises from rank
+        to rank. Some parts begin with an access that other parts do not have. Such accesses are left out.
 
         Args:
             items: the accesses of each part.
@@ -183,33 +187,38 @@ class Rotations:
         return columns
 
     def _of_ranks(self, number: Any) -> Any:
-        """Return an array of the values that a number has on all ranks."""
+        """Return an array with the value of a number on each rank."""
         return number.values if isinstance(number, PerRank) else np.full(prod(self.shape), number, dtype=np.int64)
 
 
 def _overlap(digits: Sequence[tuple[int, int]]) -> bool:
-    """Return True if any two digits overlap. A digit is a pair: its weight w, and w times the number of its values."""
+    """Return True if any two digits overlap.
+
+    A digit is a pair: its weight w, and w times the number of its values.
+    """
     return any(higher % end for (_, end), (higher, _) in pairwise(sorted(digits)))
 
 
 @lru_cache(maxsize=1 << 12)
 def _steps(numbers: bytes, shape: tuple[int, ...]) -> Steps:
-    """Return, for each grid axis, by how much an address grows from one rank to the next; 0 if it stays the same.
+    """Return, for each grid axis, the amount by which an address grows from one rank to the next.
 
-    This is the weight of the digit that rises by one modulo the number of ranks along the axis.
+    This is the weight of the digit that rises by one modulo the number of ranks along the axis; 0 if the address stays
+    the same.
 
     Args:
-        numbers: one address on all ranks, as the bytes of an int64 array.
+        numbers: the values of one address on all ranks, as the bytes of an int64 array.
         shape: the number of ranks along each grid axis.
     """
     return _steps_of(np.frombuffer(numbers, dtype=np.int64), shape)[0]
 
 
 def _steps_of(values: Any, shape: tuple[int, ...]) -> list[Steps]:
-    """Return the result of `_steps` for several addresses. Each row of `values` holds one address on all ranks.
+    """Return the result of `_steps` for several addresses.
 
-    Along each axis, an address may stay the same, or one digit may rise by one from rank to rank, modulo the number of
-    ranks along the axis. Raise UnlikeError for every other change.
+    Each row of `values` holds the values of one address on all ranks. Along each axis, an address may stay the same, or
+    one digit may rise by one from rank to rank, modulo the number of ranks along the axis. Raise UnlikeError for every
+    other change.
     """
     values = values.reshape(-1, *shape)
     steps = []
@@ -225,16 +234,19 @@ def _steps_of(values: Any, shape: tuple[int, ...]) -> list[Steps]:
 
 @lru_cache(maxsize=1 << 16)
 def _one_place(offset: int, dims: Dims, step: int, count: int) -> bool:
-    """Return True if all elements of a region have the same digit of weight `step`, which has `count` values."""
+    """Return True if the addresses of all elements of a region have the same digit of weight `step`.
+
+    `count` is the number of values of this digit.
+    """
     inner = sum((n - 1) * s for n, s in dims if s < step)
     return offset % step + inner < step and all(s < step or s % (step * count) == 0 for _, s in dims)
 
 
 @lru_cache(maxsize=1 << 16)
 def _all_places(offset: int, dims: Dims, step: int, count: int) -> bool:
-    """Return True if a region stays the same when the digit of weight `step` of all its elements rises by one.
+    """Return True if a region stays the same when one digit rises by one in the addresses of all its elements.
 
-    The digit rises modulo `count`.
+    This is the digit of weight `step`. It rises modulo `count`.
     """
     if offset // step % count:
         return False

@@ -17,14 +17,14 @@ from hostir.ir.program import Program
 
 
 class UnlikeError(Exception):
-    """Raised if ranks do different things, so that rank 0 cannot represent all ranks."""
+    """Ranks do different things, so that rank 0 cannot represent all ranks."""
 
 
 class PerRank:
     """An integer with one value for each rank.
 
-    Arithmetic computes the values of all ranks. A comparison returns the answer that all ranks share, and raises
-    UnlikeError if their answers differ.
+    Arithmetic computes the values of all ranks. A comparison returns its answer if this is the same on all ranks, and
+    raises UnlikeError otherwise.
     """
 
     __slots__ = ("numbers",)
@@ -34,7 +34,7 @@ class PerRank:
 
     @staticmethod
     def of(values: Any) -> Any:
-        """Return a PerRank with these values, one for each rank; return an int if they are all equal."""
+        """Return a PerRank with these values, one for each rank. If all values are equal, return an int."""
         numbers = np.asarray(values, dtype=np.int64)
         return int(numbers[0]) if (numbers == numbers[0]).all() else PerRank(numbers.tobytes())
 
@@ -58,10 +58,10 @@ def _spread(number: Any) -> Any:
 
 @lru_cache(maxsize=1 << 14)
 def _computed(compute: Callable[[Any, Any], Any], a: bytes | int, b: bytes | int) -> PerRank | int:
-    """Return the result of an arithmetic operation on the numbers of all ranks.
+    """Return the result of an arithmetic operation on the values of all ranks.
 
-    Results are cached, because loops repeat the same few numbers. A number is the bytes of an int64 array if it differs
-    from rank to rank, else an int.
+    Each operand is an int if it has the same value on all ranks. Otherwise it is the bytes of an int64 array of its
+    values. Results are cached, because loops repeat the same few operations.
     """
     if compute in (operator.floordiv, operator.mod) and not np.all(_spread(b)):
         raise ZeroDivisionError
@@ -78,7 +78,7 @@ def _compared(compare: Callable[[Any, Any], Any], a: bytes, b: bytes | int) -> b
 
 
 def _binary(compute: Callable[[Any, Any], Any]) -> tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]:
-    """Return an arithmetic operator of PerRank and its reflected form, such as `__sub__` and `__rsub__`."""
+    """Return an arithmetic operator of PerRank and its reflected form, for example `__sub__` and `__rsub__`."""
     return (
         lambda a, b: _computed(compute, _plain(a), _plain(b)),
         lambda b, a: _computed(compute, _plain(a), _plain(b)),
@@ -99,7 +99,7 @@ for operation in (operator.lt, operator.le, operator.gt, operator.ge, operator.e
 
 @dataclass(frozen=True)
 class Torus:
-    """All ranks as a row-major grid. Along each axis the ranks form a ring.
+    """All ranks, arranged as a row-major grid. Along each axis the ranks form a ring.
 
     Fields:
         shape: the number of ranks along each axis.
@@ -109,7 +109,7 @@ class Torus:
 
     @staticmethod
     def of(program: Program) -> Torus | None:
-        """Return the grid in which every team of the program's meshes lies along an axis or is the complete grid.
+        """Return a grid in which every team of the program's meshes is either the complete grid or lies along one axis.
 
         Return None if there is no such grid, or if the program has only one rank.
         """
@@ -121,14 +121,14 @@ class Torus:
         return Torus(shapes.pop()) if len(shapes) == 1 else None
 
     def places(self, ranks: Any) -> tuple[Any, ...]:
-        """Return the coordinates of these ranks in the grid: one array for each axis."""
+        """Return the coordinates of `ranks` in the grid: one array for each axis."""
         return np.unravel_index(ranks, self.shape)
 
     @cached_property
     def opposite(self) -> list[int]:
         """For each rank r, the rank with the negated coordinates of r.
 
-        If rank 0 accesses rank r, and all ranks do the same, then that rank accesses rank 0.
+        If rank 0 accesses rank r, and all ranks do the same, then the opposite rank of r accesses rank 0.
         """
         places = [-along for along in self.places(np.arange(prod(self.shape)))]
         ranks: list[int] = np.ravel_multi_index(places, self.shape, mode="wrap").tolist()
@@ -145,14 +145,14 @@ class Torus:
         return axes
 
     def peer(self, place: PerRank | int, count: int, stride: int) -> int:
-        """Return the peer of rank 0: the rank at a place in its team.
+        """Return the peer of rank 0: the rank at position `place` in its team.
 
-        Raise UnlikeError if the distance from rank to peer along some grid axis is not the same on all ranks.
+        Raise UnlikeError if, along some grid axis, the distance from a rank to its peer is not the same for all ranks.
 
         Args:
             place: the position of the peer in its team. It may differ from rank to rank.
             count: the number of ranks in a team.
-            stride: the difference between successive ranks of a team.
+            stride: the difference between the numbers of successive ranks of a team.
         """
         return _peer(_plain(place), count, stride, self)
 
@@ -168,18 +168,21 @@ class Torus:
         return clock
 
     def latest(self, axes: tuple[int, ...], clock: Clock) -> Clock:
-        """Return the vector clock of an event on rank 0 that comes after one event of every rank along some grid axes.
+        """Return the vector clock of an event of rank 0 that comes after the same event on several ranks.
+
+        These ranks are all ranks along some grid axes.
 
         Args:
             axes: the grid axes.
-            clock: the clock of the earlier event on rank 0. The clocks of the other ranks' events are rotations of it.
+            clock: the clock of the earlier event on rank 0. The clocks of the same event on other ranks are rotations
+                of it.
         """
         by_place = clock.reshape(*self.shape, -1)
         return np.broadcast_to(by_place.max(axis=axes, keepdims=True), by_place.shape).reshape(-1)
 
 
 def at(number: Any, rank: int) -> int:
-    """Return the value that a number has on `rank`. An int has the same value on all ranks."""
+    """Return the value of a number on `rank`. An int has the same value on all ranks."""
     return int(number.values[rank]) if isinstance(number, PerRank) else int(number)
 
 

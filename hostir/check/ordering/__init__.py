@@ -1,1 +1,1 @@
-"""Order the events of all ranks; find races, cyclic waits, and kernels that block each other by holding SMs."""
+"""Order the events of all ranks. Find races, cyclic waits, and kernels that hold SMs and so block each other."""

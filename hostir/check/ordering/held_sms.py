@@ -1,18 +1,18 @@
 """Find deadlocks of waiting kernels: a kernel holds all SMs of its rank while it waits for work that needs these SMs.
 
-A waiting kernel waits for a signal. The deadlock occurs if the signal needs the SMs that the kernel holds, or if it
-happens after an event that needs them.
+A waiting kernel waits for a signal. A deadlock occurs if the signal, or an event that must happen before it, needs the
+SMs that the kernel holds.
 
-Consider a set of waiting kernels, at most one on each rank. They can run at the same time if no kernel of the set ends
-before another kernel of the set starts. Then some legal schedule reaches a point at which all kernels of the set start,
-and only the events that happen before these starts have happened.
+Consider a set of waiting kernels, at most one on each rank. They can run at the same time if no kernel of the set must
+end before another kernel of the set starts. Then some legal schedule reaches a point at which all kernels of the set
+start, and only the events that happen before these starts have happened.
 
 At this point, kernel K *holds up* a signal if some event happens before the signal, needs SMs of K's rank, and has not
 happened yet. This event cannot begin until K ends. There are two exceptions:
 - Copies that K may overlap already have their SMs.
 - A signal `by 1 sms` that was issued before K in the same call gets the SM that K leaves free, unless a *rival* may
   have taken this SM. A rival is another waiting kernel of the rank, or a communication, that begins while the set runs.
-  It keeps the SM, because it cannot get the other SMs.
+  A rival keeps the SM, because it cannot get the other SMs.
 
 The set is a deadlock if each of its kernels waits for a signal that a kernel of the set holds up. From each kernel, go
 to the kernel that holds up its signal. This path ends in a cycle. So the search looks for such cycles.
@@ -59,11 +59,12 @@ def kernels_in_the_way(order: Order) -> Iterator[Trouble]:
 
 
 def calls_needed(order: Order, ranks: int) -> int:
-    """Return the number of consecutive calls to check in order to find every deadlock of any number of calls.
+    """Return the number of consecutive calls that must be checked to find every deadlock of any number of calls.
 
-    Suppose that the events of a call that need SMs have all ended when any waiting kernel starts `apart` calls later.
-    Then two successive kernels of a cycle belong to calls that differ by less than `apart`. A cycle has at most one
-    kernel on each rank. So `ranks * (apart - 1) + 2` calls are enough. docs/memory-model.md has the argument.
+    Take a call, and a waiting kernel that starts `apart` calls later. Suppose that all events of the earlier call that
+    need SMs have always ended when the kernel starts. Then two successive kernels of a cycle belong to calls that
+    differ by less than `apart`. A cycle has at most one kernel on each rank. So `ranks * (apart - 1) + 2` calls are
+    enough. docs/memory-model.md has the argument.
     """
     first = {rank.rank: [*_of_the_first_call(rank)] for rank in order.ranks if rank.kernels}
     calls = order.ranks[0].turn
@@ -76,7 +77,10 @@ def calls_needed(order: Order, ranks: int) -> int:
 
 
 def _of_the_first_call(rank: RankTrace) -> Iterator[Event]:
-    """Yield events of a rank's first call: events that need SMs, and ends of waiting kernels and communications."""
+    """Yield events of a rank's first call.
+
+    These are the events that need SMs, and the ends of waiting kernels and communications.
+    """
     yield from (event for event in rank.events if event.sms and not event.call)
     yield from (end for _, end in rank.lasting() if not end.call)
 
@@ -84,7 +88,7 @@ def _of_the_first_call(rank: RankTrace) -> Iterator[Event]:
 def _cycles(order: Order, component: list[WaitingKernel], graph: Any) -> Iterator[list[WaitingKernel]]:
     """Yield the cycles of kernels that can all run at the same time. Yield each cycle once for each of its kernels.
 
-    If there are more than `MAX_PATHS` paths, the search stops, and the last cycle is empty.
+    If there are more than `MAX_PATHS` paths, the search stops, and the last item is an empty cycle.
 
     Args:
         order: the order of all events.
@@ -106,7 +110,10 @@ def _cycles(order: Order, component: list[WaitingKernel], graph: Any) -> Iterato
 
 
 def together(order: Order, a: WaitingKernel, b: WaitingKernel) -> bool:
-    """Return True if two kernels may run at the same time: on different ranks, and neither ends before the other."""
+    """Return True if two kernels may run at the same time.
+
+    They must be on different ranks, and no kernel must end before the other kernel can start.
+    """
     ordered = order.known(a.end, order.clocks[b.start]) or order.known(b.end, order.clocks[a.start])
     return a.start.rank != b.start.rank and not ordered
 
@@ -117,7 +124,10 @@ def _signals(order: Order, kernel: WaitingKernel) -> list[Event]:
 
 
 class _Line:
-    """The events of one lane that need SMs, in order. A lane is a sequence of events, for example a stream's events."""
+    """The events of one lane that need SMs, in order.
+
+    A lane is a sequence of events that happen one after another, for example the events of a stream.
+    """
 
     def __init__(self, index: int, events: list[Event]) -> None:
         self.index = index
@@ -129,8 +139,9 @@ class _Line:
     def first_held(self, first: int, holder: Event, taken: int) -> int:
         """Return the index of the first event, from index `first` on, that gets no SM while `holder` runs.
 
-        Only a small event can get an SM: the SM that `holder` leaves free. It gets this SM if it was issued before
-        `holder` in the same call, and if its tick is at most `taken`. After this tick a rival may have taken the SM.
+        Return the number of events if all of them get an SM. `holder` leaves only one SM free, which only a small event
+        can use. The event gets this SM if it was issued before `holder` in the same call, and if its tick is at most
+        `taken`. After this tick a rival may have taken the SM.
         """
         if self.issued[first] < (holder.call, 0):
             return first
@@ -146,13 +157,14 @@ class _Line:
 
 
 class Lanes:
-    """All events that need SMs, by rank and lane; says which of them cannot begin while waiting kernels run.
+    """All events that need SMs, by rank and lane. The methods find events that cannot begin while waiting kernels run.
 
     Fields:
         of: for each rank, its lanes with events that need SMs.
         rivals: for each rank, the events at which its waiting kernels and communications begin and end. Such a kernel
             or communication may take the SM that another waiting kernel leaves free, and keep it.
-        latest: for each waiting kernel, the vector clock of all events that happen before a signal that it waits for.
+        latest: for each waiting kernel, a vector clock that counts all events that happen before the signals that the
+            kernel waits for.
     """
 
     def __init__(self, order: Order) -> None:
@@ -173,7 +185,7 @@ class Lanes:
         }
 
     def held(self, after: Clock, holder: WaitingKernel, running: Sequence[WaitingKernel]) -> Event | None:
-        """Return an event that `holder` holds up while the kernels `running` run, or None.
+        """Return an event that `holder` holds up while the kernels `running` run; None if there is no such event.
 
         The event is on `holder`'s rank, needs SMs, and is counted by the vector clock `after`.
         """
@@ -190,7 +202,7 @@ class Lanes:
         return None
 
     def rival_clocks(self, holder: WaitingKernel, running: Sequence[WaitingKernel]) -> list[Clock]:
-        """Return the vector clock of the beginning of each rival of `holder`.
+        """Return, for each rival of `holder`, the vector clock of the event at which the rival begins.
 
         A rival is a waiting kernel or a communication that may take the SM that `holder` leaves free. Only rivals that
         may run at the same time as every kernel in `running` are included.
@@ -204,10 +216,10 @@ class Lanes:
         ]
 
     def begun(self, kernel: WaitingKernel, line: _Line) -> int:
-        """Return the tick up to which the events of a lane need no more SMs once a kernel has started.
+        """Return a tick of a lane: the events up to this tick need no more SMs once `kernel` has started.
 
-        These events have ended when the kernel starts, or the kernel may overlap them. In the second case they already
-        have their SMs.
+        Either these events have ended when the kernel starts, or the kernel may overlap them. In the second case they
+        already have their SMs.
         """
         overlapped = kernel.overlapped
         same_lane = (
@@ -216,14 +228,17 @@ class Lanes:
         return max(int(self.order.clocks[kernel.start][line.index]), overlapped.tick if overlapped and same_lane else 0)
 
     def any_held(self, kernel: WaitingKernel, holder: WaitingKernel) -> bool:
-        """Return True if `holder`, running alone, holds up a signal that `kernel` waits for. Both may be one kernel."""
+        """Return True if `holder`, when it runs alone, holds up a signal that `kernel` waits for.
+
+        `holder` and `kernel` may be the same kernel.
+        """
         return self.held(self.latest[kernel], holder, [holder]) is not None
 
     def stuck(self, cycle: list[WaitingKernel], *, sure: bool = True) -> Trouble | None:
-        """Return the deadlock of a cycle of kernels, or None if the cycle is no deadlock.
+        """Return the deadlock of a cycle of kernels; None if the cycle is not a deadlock.
 
-        It is no deadlock if some kernel of the cycle waits for no signal that a kernel of the cycle holds up. If `sure`
-        is False, the search was given up. Then the first kernel is reported as a deadlock without this test.
+        In a deadlock, each kernel of the cycle waits for a signal that a kernel of the cycle holds up. If `sure` is
+        False, the search for cycles was given up. Then the first kernel is reported as a deadlock without this test.
         """
         troubles: list[Trouble] = []
         for kernel in cycle:

@@ -1,4 +1,7 @@
-"""Join the events of all ranks to one graph: add the edges between ranks, and find statements that do not match."""
+"""Join the events of all ranks to one graph: add the edges between ranks, and find statements that do not match.
+
+Statements of different ranks must match if they take part in the same communication.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass
 class Trouble:
-    """An error in the order of events that is not about memory: a deadlock, or statements that do not match.
+    """An error that is not about memory: a deadlock, flags that are used wrongly, or statements that do not match.
 
     Fields:
         category: a key of `hostir.check.findings.TROUBLES`.
@@ -32,7 +35,7 @@ class Trouble:
 
 
 class JoinedRanks:
-    """The events of all ranks as a graph. The edges say which event directly happens before which.
+    """The events of all ranks as a graph. An edge says that one event directly happens before another event.
 
     Fields:
         events: all events of all ranks.
@@ -60,7 +63,7 @@ class JoinedRanks:
     def _moment(self, after: list[Event], team: tuple[int, ...]) -> Event:
         """Add and return an event that happens after all events in `after`.
 
-        An event that must follow all of them then needs only one edge, from the new event. `team` are the ranks that
+        If an event must follow all of them, it then needs only one edge, from the new event. `team` are the ranks that
         have issued the events.
         """
         first = after[0]
@@ -85,7 +88,7 @@ class JoinedRanks:
                 self._join_sides(sides)
 
     def _join_sides(self, sides: Sequence[Side]) -> None:
-        """Add the edges between the sides of one collective: each rank's side is its part of the collective.
+        """Add the edges between the sides of one collective. The side of a rank is its part of the collective.
 
         Each side ends after the sides that send to it have begun. On some machines a sender also waits until its
         receivers have begun.
@@ -144,10 +147,10 @@ class JoinedRanks:
         self._show_signals()
 
     def _show_signals(self) -> None:
-        """Give each signal that a kernel sends a tick, so that vector clocks can show that it was sent.
+        """Give a tick to each signal that a kernel sends, so that vector clocks can show that the signal was sent.
 
-        The signal is on no lane, so it takes the tick of the wait that it ends. If another kernel waits for it block by
-        block, this wait is on no lane either. Then the signal gets a lane for itself.
+        The signal itself is on no lane, so it takes the tick of the wait that it ends. If another kernel waits for the
+        signal block by block, this wait is on no lane either. Then the signal gets a lane that holds nothing else.
         """
         for wait, signal in self.partners.items():
             if signal.lane is None and wait.event.lane is not None:
@@ -158,7 +161,7 @@ class JoinedRanks:
                 signal.ends.append((signal.lane, 1))
 
     def enough(self, wait: Flag) -> list[Flag]:
-        """Return the signals whose epochs are high enough to end a wait, the lowest epoch first."""
+        """Return the signals with epochs that are high enough to end a wait, in the order of their epochs."""
         same = [f for f in self.sent.get(wait.place, ()) if f.epoch >= wait.epoch and f.epoch[0] == wait.epoch[0]]
         return sorted(same, key=lambda f: (f.epoch, f.event.rank, f.event.number))
 
@@ -198,7 +201,10 @@ def _fits(move: Move, source: Side, target: Side) -> bool:
 
 
 def _content(side: Side, which: str) -> tuple[int, object]:
-    """Return the number of elements of a side's operand ("x") or result ("out"), and their dtype."""
+    """Return the number of elements of a side's operand or result, and the dtype.
+
+    `which` is "x" for the operand and "out" for the result.
+    """
     view = side.x if which == "x" else side.out
     return prod(view.shape) if view else 0, _dtype(side, which)
 

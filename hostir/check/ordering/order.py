@@ -3,8 +3,8 @@
 A *lane* is a sequence of events in order, such as a stream of a rank, or a team's collectives on a rank. The *tick* of
 an event is its position in its lane. The vector clock of an event holds, for each lane, the number of events of the
 lane that happen before the event. It is the maximum of the clocks of the events that it directly follows. Then one
-look-up tells whether A happens before B (Mattern 1989), and the transitive closure is never computed. An event that the
-walk never reaches is part of a cycle of waits, or comes after one.
+look-up tells whether A happens before B (Mattern 1989), and the transitive closure is never computed. If the walk over
+the events never reaches an event, this event is part of a cycle of waits, or comes after one.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Order(JoinedRanks):
     """The order of the events of all ranks. `run` computes the vector clocks and keeps some of them.
 
     Fields:
-        clocks: the vector clocks of signals. If the program has waiting kernels, it also holds the clocks of the events
+        clocks: the vector clocks of signals. If the program has waiting kernels, it also has the clocks of the events
             at which waiting kernels and communications begin.
-        needs: the vector clocks that signals would have if the events that may hold an event up (`Event.held`) happened
-            before this event.
+        needs: other vector clocks of signals. They also count the events that must happen before a signal only on some
+            machines or at some sizes (`Event.held`).
     """
 
     def __init__(self, ranks: Sequence[RankTrace]) -> None:
@@ -65,8 +65,9 @@ class Order(JoinedRanks):
         Args:
             visit: called with each event and its vector clock.
             keep: the events whose clocks are kept.
-            kept: the dictionary that receives these clocks.
-            held: True if the clock of an event also counts the events that may hold it up.
+            kept: the dictionary to which these clocks are added.
+            held: True if clocks also count the events that an event waits for on some machines or at some sizes
+                (`Event.held`).
         """
         waiting = {event: len(event.after) + len(event.held) for event in self.events}
         followers = self.followers()
@@ -95,7 +96,7 @@ class Order(JoinedRanks):
         return list(waiting)
 
     def known(self, event: Event, clock: Clock) -> bool:
-        """Return True if an event has ended before the event that has this vector clock."""
+        """Return True if `event` has ended before another event, the one with the vector clock `clock`."""
         for lane, tick in event.ends:  # noqa: SIM110, as this is the hottest loop of the checker
             if clock[self.lanes[lane]] >= tick:
                 return True

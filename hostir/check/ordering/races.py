@@ -1,9 +1,9 @@
-"""Find wrong accesses to memory: races, uses after a free, reads of unwritten memory.
+"""Find wrong accesses to memory: races, uses after a free, and reads of unwritten memory.
 
-Each event is visited after all events that happen before it. So if access A is visited before access B, A happens
-before B, or the two are unordered. For each region of a buffer, only those accesses are kept that a later access could
-still race with. After a write that follows all earlier accesses to the region, the earlier accesses are dropped, as in
-FastTrack (Flanagan and Freund 2009).
+Each event is visited after all events that happen before it. So if access A is visited before access B, either A
+happens before B, or the two are unordered. For each region of a buffer, only those accesses are kept that a later
+access could still race with. After a write that follows all earlier accesses to the region, the earlier accesses are
+dropped, as in FastTrack (Flanagan and Freund 2009).
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ class Conflict:
     Fields:
         category: `race`, `use after free` or `unwritten`.
         buffer: the buffer.
-        first: the access that is issued first. In an `unwritten` conflict, it is the access that left the elements
-            undefined; None if no access has written them.
-        second: the access that is issued second. In an `unwritten` conflict, it reads the elements.
+        first: in a race, the access that its rank issues first. In a use after a free, the access that frees the
+            buffer. In an `unwritten` conflict, the access that left the elements undefined; None if nothing has written
+            the elements.
+        second: the other access. In an `unwritten` conflict, it reads the elements.
     """
 
     category: str
@@ -47,7 +48,7 @@ class Conflict:
 
 @dataclass(eq=False, slots=True)
 class AccessGroup:
-    """The accesses to one region of a buffer that later accesses could still race with.
+    """The accesses to one region of a buffer that a later access could still race with.
 
     `near` holds this group and the groups of all regions that overlap this region.
     """
@@ -64,9 +65,9 @@ class History:
     Fields:
         groups: the accesses by region.
         near: an index of the regions. It finds the regions that overlap a given region.
-        written: the regions that were written at any time.
-        undefined: for each region that an access left undefined, this access and the regions that were written after
-            it.
+        written: all regions that have ever been written.
+        undefined: the regions that an access has left undefined. Each is mapped to this access, and to the regions that
+            were written after it.
         freed: the access that freed the buffer.
     """
 
@@ -88,7 +89,10 @@ class History:
         return group
 
     def add(self, touch: Touch, clean: bool) -> None:
-        """Record an access. `clean` is True if it happens after all accesses that it could race with."""
+        """Record an access.
+
+        `clean` is True if the access happens after all earlier accesses that it could race with.
+        """
         group, access = self.groups[touch.access.region], touch.access
         if access.writes:
             if clean:
@@ -118,7 +122,7 @@ class History:
     def unwritten(self, region: Region) -> Iterator[Touch | None]:
         """Yield the reasons why a region must not be read.
 
-        A reason is an access that left a part of the region undefined, or None if nothing has written a part of it.
+        A reason is an access that left a part of the region undefined, or None if a part of it was never written.
         """
         if not self.undefined and region in self.written:
             return
@@ -131,7 +135,7 @@ class History:
 
 @dataclass(eq=False, slots=True)
 class CallUses:
-    """The events of one call that access a buffer, kept in a form that is quick to compare with a vector clock.
+    """The events of one call that access a buffer, in a form that is quick to compare with a vector clock.
 
     Fields:
         ticks: for each lane, the tick of the last event on the lane that accesses the buffer. An event happens after
@@ -149,8 +153,8 @@ class RaceDetector:
     Fields:
         conflicts: for each pair of statements and each buffer, one conflict and the number of its occurrences.
         resizable: True if each call ends its accesses to every symmetric buffer before the next call accesses the same
-            buffer. It does not matter which elements are accessed, and two reads need no order. If `resizable` is True,
-            a symmetric buffer may have a different size in each call.
+            buffer, even at other elements. Only two reads need no order. If this is True, a symmetric buffer may have a
+            different size in each call.
     """
 
     def __init__(self, order: Order) -> None:
@@ -186,9 +190,10 @@ class RaceDetector:
             history.add(touch, clean=not unordered)
 
     def _follows(self, buffer: Buffer, event: Event, writes: bool, clock: Clock) -> bool:
-        """Record an access; return True if it happens after all accesses of earlier calls to the buffer.
+        """Record an access of `event` to a buffer.
 
-        It does not matter which elements are accessed. Two reads need no order.
+        Return True if the access happens after all accesses of earlier calls to the same buffer, even at other
+        elements. But two reads need no order.
         """
         calls = self.uses.setdefault(buffer, {})
         for (call, wrote), uses in calls.items():
@@ -220,9 +225,10 @@ class RaceDetector:
         return [other for other in others if other.event is not event and not known(other.event, clock)]
 
     def finish(self) -> None:
-        """Record a conflict for each read of unwritten memory. The caller calls this when all events were visited.
+        """Record a conflict for each read of unwritten memory. The caller calls this when all events have been visited.
 
-        If there is a race on the same buffer, the race may explain the read. Then the read is left out.
+        If there is a race on the same buffer, the race may be the reason why the elements seem unwritten. Then no
+        conflict is recorded for the read.
         """
         for touch, buffer, history, why in self.unsure:
             if buffer not in self.raced or (why is None and not covered(touch.access.region, history.written)):
@@ -231,15 +237,18 @@ class RaceDetector:
     def most_specific(self) -> list[tuple[Conflict, int]]:
         """Return the conflicts, each with the number of its occurrences.
 
-        A conflict with an `allocate` is left out if another conflict is about the same two streams: it has the same
-        cause, and its message is clearer.
+        A conflict with an `allocate` is left out if there is another conflict between the same statement and the same
+        stream. That conflict has the same cause, and its message is clearer.
         """
         every = self.conflicts.values()
         streams = {_sides(c) for c, _ in every if c.first and not _of_new(c)}
         return [(c, n) for c, n in every if not (_of_new(c) and _sides(c) in streams)]
 
     def forget(self) -> None:
-        """Clear the links between groups of accesses. They form cycles, which cost the garbage collector more time."""
+        """Clear the links between groups of accesses.
+
+        The links form cycles, which take the garbage collector longer to free.
+        """
         for history in self.histories.values():
             for group in history.groups.values():
                 group.near.clear()
@@ -252,16 +261,20 @@ class RaceDetector:
 
 
 def _implied_by_writer(a: Touch, b: Touch) -> bool:
-    """Return True if two unordered accesses are an allocation and a read. Such a conflict is not reported.
+    """Return True if one of two unordered accesses is an allocation and the other is a read.
 
-    Another finding shows the same error: the write of the elements does not follow the allocation, or the read does not
-    follow the write, or nothing writes the elements.
+    This conflict is not reported, because another finding shows the same error: the write of the elements does not
+    follow the allocation, or the read does not follow the write, or nothing writes the elements.
     """
     return any(one.event.verb == "allocates" and not other.access.writes for one, other in ((a, b), (b, a)))
 
 
 def _as_issued(a: Touch, b: Touch) -> tuple[Touch, Touch]:
-    """Return two accesses in the order in which their ranks issue them."""
+    """Return two accesses in the order of issue.
+
+    Accesses of different ranks are ordered by the call, and within a call by the number of events that their rank had
+    issued before.
+    """
     first = (a.event.call, a.event.number) <= (b.event.call, b.event.number)
     return (a, b) if first else (b, a)
 

@@ -1,4 +1,4 @@
-"""Find cycles of events that wait for each other, and flags that are set out of order."""
+"""Find cycles of events that wait for each other, and flags with signals that are not in order."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from hostir.check.tracing.events import Event, Flag
 def cyclic_waits(order: Order, left: list[Event]) -> Iterator[Trouble]:
     """Yield one cycle of events that wait for each other, if there is one.
 
-    `left` holds the events that `Order.run` did not reach. If one of them is a wait that a signal with a higher epoch
-    would end, the signals of this flag are not ordered. Then yield a trouble about these signals instead of a cycle.
+    `left` holds the events that `Order.run` did not reach. Such an event may be a wait that another signal, with a
+    higher epoch, could end. Then the signals of the flag are not ordered. In this case yield a trouble about these
+    signals instead of a cycle.
     """
     stuck = set(left)
     for wait in (wait for rank in order.ranks for wait in rank.waits if wait.event in stuck):
@@ -35,9 +36,9 @@ def cyclic_waits(order: Order, left: list[Event]) -> Iterator[Trouble]:
 
 
 def _one_per_statement(cycle: list[Event]) -> list[Event | None]:
-    """Return a cycle of events with only one event for each statement, round and rank.
+    """Return the events of a cycle, but only one event for each combination of statement, round and rank.
 
-    The first event belongs to the statement that comes first in the program.
+    The cycle is rotated so that the first event belongs to the statement that comes first in the program.
     """
     kept: dict[tuple[int, int, tuple[int, ...]], Event] = {}
     for event in reversed(cycle):
@@ -54,7 +55,10 @@ def _place(event: Event) -> tuple[int, int, int, int]:
 
 
 def flags_out_of_order(order: Order) -> Iterator[Trouble]:
-    """Yield a trouble for two successive signals of a flag if they are not ordered or their epochs do not rise."""
+    """Yield a trouble for each pair of successive signals of a flag that are out of order.
+
+    The signals must be ordered, and their epochs must rise.
+    """
     for sent in order.sent.values():
         flags = sorted(sent, key=lambda f: (f.epoch, f.event.rank, f.event.number))
         # Events behind a deadlock have no clock.
@@ -72,7 +76,10 @@ def flags_out_of_order(order: Order) -> Iterator[Trouble]:
 
 
 def _epochs(a: Flag, b: Flag) -> list[str]:
-    """Return the epochs of two signals as text. If the signals belong to different calls, the text names the calls."""
+    """Return the epochs of two signals as texts.
+
+    If the signals belong to different calls, the texts also name the calls.
+    """
     return [f"{f.epoch[1]}" + (f" of call {f.epoch[0] + 1}" if a.epoch[0] != b.epoch[0] else "") for f in (a, b)]
 
 

@@ -1,4 +1,7 @@
-"""Trace computations by blocks of rows: kernels that wait for a flag before each block, or set one after it."""
+"""Trace computations by blocks of rows.
+
+Their kernels wait for a flag before each block, or set a flag after each block.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ def trace_by_blocks(
     Args:
         trace: the trace of the rank.
         out: the result.
-        operands: the operands. The rows of the first are cut into blocks.
+        operands: the operands. The rows of the first operand are cut into blocks.
         axis: the axis of sources that a sum reduces; None for a matmul.
         ready: the flags that the kernel waits for, if any.
         done: the flags that the kernel sets, if any.
@@ -95,7 +98,10 @@ def _blocks(
 
 
 def _one_by_one(blocks: BlockEvents, ready: Ready) -> None:
-    """Record that each block of the result may be held up by the previous one: a machine may compute them in order."""
+    """Record that each block of the result may have to wait for the previous block.
+
+    Some machines compute blocks in order.
+    """
     count = len(blocks.units)
     size, before = count // ready.results, list[Event]()
     for result in ready.order:
@@ -107,7 +113,10 @@ def _one_by_one(blocks: BlockEvents, ready: Ready) -> None:
 
 
 def _own(trace: RankTrace, ready: Ready, part: int, count: int) -> View:
-    """Return the rows of `ready.own_rows` that replace a part of the operand. Each source has `count` parts."""
+    """Return the rows of `ready.own_rows` that replace part number `part` of the operand.
+
+    Each source of the operand has `count` parts.
+    """
     size = count // ready.results
     assert isinstance(ready.own_rows, View)
     return _rows(trace, ready.own_rows, part - ready.own_first * size, ready.own_blocks * size)

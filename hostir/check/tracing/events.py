@@ -1,4 +1,4 @@
-"""The data of a trace: the events of one rank, and its sides of communications, signals and waits."""
+"""The data of a trace: the events of one rank, and the rank's sides of communications, signals and waits."""
 
 from __future__ import annotations
 
@@ -26,13 +26,15 @@ class Event:
         statement: the statement that the event belongs to; None for actions of the caller.
         rounds: the indices of the loops around the statement.
         stream: the stream that was current when the event was issued.
-        number: the number of events that the rank issued before this event.
-        lane: the lane of the event, a sequence of events that happen in order; None if only edges order the event.
+        number: the number of events that the rank had issued before this event.
+        lane: the lane of the event; None if only edges order the event. A lane is a sequence of events that happen in
+            order.
         tick: the position of the event in its lane, from 1; 0 without a lane.
         after: the events that directly happen before this event.
         held: other events that this event waits for on some machines or at some sizes. Such a wait can cause a
             deadlock, but it orders no accesses.
-        ends: lanes and ticks. A vector clock that has reached one of these ticks shows that the event has ended.
+        ends: pairs of a lane and a tick. A vector clock that has reached one of these ticks shows that the event has
+            ended.
         accesses: the accesses of the event to memory.
         sms: True if the event needs SMs.
         small: True if one SM is enough. A waiting kernel leaves one SM to small events that were issued before it.
@@ -60,11 +62,11 @@ class Event:
 
 @dataclass(eq=False, slots=True)
 class Side:
-    """One rank's side of a collective or message.
+    """One rank's side of a collective or of a message.
 
     Fields:
         exchange: the communication.
-        x, out: the tensor that the rank sends and the tensor that it receives, if any.
+        x, out: the tensor that the rank sends, and the tensor that it receives; None if there is no such tensor.
         begin, end: the events at which the communication begins and ends on this rank.
         take: the event that reads `x`.
         give: the event that writes `out`. It may be the same event as `take`.
@@ -81,9 +83,10 @@ class Side:
 
 @dataclass(eq=False, slots=True)
 class Flag:
-    """A signal of a flag, or a wait for a flag. The flag is element `slot` of the symmetric buffer `flags` at `rank`.
+    """A signal of a flag, or a wait for a flag.
 
-    `epoch` holds the number of the call, and the epoch that the signal sets or that the wait needs.
+    The flag is element `slot` of the symmetric buffer `flags` on rank `rank`. `epoch` holds two numbers: the number of
+    the call, and the epoch that the signal sets or that the wait needs.
     """
 
     event: Event
@@ -99,7 +102,7 @@ class Flag:
 
 @dataclass(eq=False, slots=True)
 class Pushing:
-    """The copies by SMs, and their signals, that were issued last to a stream.
+    """The copies by SMs that were issued last to a stream, and the signals of these copies.
 
     A waiting kernel that is issued next may overlap them (rule 12 of docs/memory-model.md).
 
@@ -120,7 +123,8 @@ class WaitingKernel:
 
     Fields:
         start, end: the events at which the kernel starts and ends.
-        overlapped: the last of the copies by SMs and their signals that the kernel may overlap; None without them.
+        overlapped: the last event of the copies and signals by SMs that the kernel may overlap; None if there are no
+            such copies.
         waits: the flags that the kernel waits for.
     """
 

@@ -18,7 +18,8 @@ class Buffer:
         name: the name of the buffer in the program.
         elements: the number of elements.
         value: the value in the program, for messages.
-        persists: True if the program need not free the buffer: an input, a symmetric buffer, or a copy by `dense`.
+        persists: True if the program need not free the buffer. Examples are an input, a symmetric buffer, and a copy by
+            `dense`.
     """
 
     rank: int
@@ -30,7 +31,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A strided view of a buffer. Offset and strides count elements."""
+    """A strided view of a buffer. Its offset and strides are numbers of elements."""
 
     buffer: Buffer
     offset: int
@@ -48,7 +49,7 @@ class View:
         return 0 in self.shape or all(n == 1 or s == p for n, s, p in pairs)
 
     def select(self, axis: int, index: int) -> View:
-        """Return the view at one index of an axis. The result does not have this axis."""
+        """Return the view of the elements at one index of an axis. The result does not have this axis."""
         shape, strides = (each[:axis] + each[axis + 1 :] for each in (self.shape, self.strides))
         return View(self.buffer, self.offset + index * self.strides[axis], shape, strides)
 
@@ -73,9 +74,9 @@ class Access:
     Fields:
         buffer: the buffer of the accessing rank.
         region: the accessed elements.
-        does: the kind of access. After an access that `undefines` elements, nothing may read them until something
-            writes them.
-        rank: -1 if the access is to `buffer` itself. Otherwise it is to the buffer of the same name of peer `rank`.
+        does: the kind of access. If an access `undefines` elements, nothing may read them until something writes them.
+        rank: -1 if the access is to `buffer` itself. Otherwise the access is to the buffer of the same name on the peer
+            `rank`.
     """
 
     buffer: Buffer
@@ -85,18 +86,24 @@ class Access:
 
     @property
     def writes(self) -> bool:
-        """True if the access may change bytes. Then it must be ordered with every other access to these bytes."""
+        """True if the access may change the bytes.
+
+        Then it must be ordered with every other access to the same bytes.
+        """
         return self.does != "reads"
 
 
 def access(view: View, does: Does, rank: int = -1) -> Access:
-    """Return an access to the elements of a view, in the memory of `rank`. -1 stands for the rank of the view."""
+    """Return an access to the elements of a view.
+
+    The access is to the memory of `rank`. -1 stands for the rank that the view belongs to.
+    """
     peer = rank if rank not in (-1, view.buffer.rank) else -1
     return Access(view.buffer, view.region, does, peer)
 
 
 def access_all(buffer: Buffer, does: Does) -> Access:
-    """Return an access to all elements of this rank's buffer."""
+    """Return an access to all elements of a buffer of this rank."""
     return Access(buffer, Region.of(0, (buffer.elements,), (1,)), does)
 
 
@@ -110,17 +117,17 @@ def packed(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def dense(buffer: Buffer, shape: tuple[int, ...]) -> View:
-    """Return a dense view of all elements of a buffer, with this shape."""
+    """Return a dense view of this shape that has all elements of a buffer."""
     return View(buffer, 0, shape, packed(shape))
 
 
 def rows_of(x: View, block: int, blocks: int, inner: int = 1) -> View | None:
     """Return block number `block` of the rows of `x`, which are cut into `blocks` equal blocks.
 
-    The last `inner` axes form a row, and the axes before them number the rows. Axes that number rows are merged where
-    strides allow. If `blocks` divides the extent of the first merged axis, the blocks cut this axis. If the extent
-    divides `blocks`, each index of the axis holds equally many blocks, and these cut the next axis in the same way.
-    Otherwise return None: no view holds exactly the rows of a block.
+    The last `inner` axes form a row, and the axes before them number the rows. The axes that number rows are merged if
+    the strides allow it. If `blocks` divides the extent of the first merged axis, the blocks cut this axis. If the
+    extent divides `blocks`, each index of the axis holds an equal number of blocks, and these cut the next axis in the
+    same way. Otherwise return None: no view holds exactly the rows of a block.
     """
     last = max(len(x.shape) - inner, 0)
     offset, axes = x.offset, list(_merged(x.shape[:last], x.strides[:last]))
@@ -140,7 +147,10 @@ def rows_of(x: View, block: int, blocks: int, inner: int = 1) -> View | None:
 
 
 def _merged(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Merge adjacent axes where strides allow, and drop axes of extent 1; return the extent and stride of each axis."""
+    """Merge adjacent axes where the strides allow it, and drop axes of extent 1.
+
+    Return the extent and the stride of each remaining axis.
+    """
     merged: list[tuple[int, int]] = []
     for n, s in zip(shape, strides, strict=True):
         if n != 1 and merged and merged[-1][1] == n * s:
@@ -151,7 +161,7 @@ def _merged(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int
 
 
 def strides_in(x: View, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return the strides of the view `x` reshaped to `shape`; return None if the reshape needs a copy."""
+    """Return the strides of the view `x` after it is reshaped to `shape`; None if the reshape needs a copy."""
     if 0 in x.shape:
         return packed(shape)
     merged = [*_merged(x.shape, x.strides)]

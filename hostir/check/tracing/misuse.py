@@ -12,7 +12,7 @@ from hostir.ir.source import Diagnostic, Span
 
 
 class Misuse:
-    """Collects the misuse of buffers and handles by one rank. The tracer reports each use of them.
+    """Collects the misuse of buffers and handles by one rank. The tracer reports each use of a buffer or a handle.
 
     A handle is the event at which a communication ends.
 
@@ -20,8 +20,9 @@ class Misuse:
         problems: the findings, by statement and message, in the order of issue.
         allocated: the buffers that the current call has allocated.
         freed: for each freed buffer, the statement that frees it.
-        in_flight: for each communication that nothing has waited for, the statement that starts it, by handle.
-        waited: for each communication that a statement has waited for, this statement, by handle.
+        in_flight: the communications that nothing has waited for yet. The handle of each is mapped to the statement
+            that starts it.
+        waited: the communications that a statement has waited for. The handle of each is mapped to this statement.
     """
 
     def __init__(self, trace: RankTrace) -> None:
@@ -41,7 +42,10 @@ class Misuse:
         hint: str = "",
         notes: tuple[tuple[Span | None, str], ...] = (),
     ) -> None:
-        """Record a finding about the current statement. The same finding in another round is not recorded again."""
+        """Record a finding about the current statement.
+
+        If the same finding occurs in another round, it is not recorded again.
+        """
         s = self.trace.statement
         span = at or (s.span if s else None)
         self.problems.setdefault((id(s), message), Diagnostic(message, span, expected, hint, notes))
@@ -49,7 +53,7 @@ class Misuse:
     def use(self, out: View | None, *reads: View | None) -> None:
         """Record a finding if the current statement reads or writes a freed buffer.
 
-        `out` is the view that it writes, and `reads` are the views that it reads.
+        `out` is the view that the statement writes, and `reads` are the views that it reads.
         """
         s, read = self.trace.statement, [x for x in reads if x is not None]
         if s is None or not self.freed:
@@ -63,8 +67,8 @@ class Misuse:
     def overwrite(self, out: View | None, *reads: View | None) -> None:
         """Record a finding if the current statement writes memory that it also reads.
 
-        `out` is the view that it writes, and `reads` are the views that it reads. An elementwise statement and an
-        allreduce may write exactly the view that they read.
+        `out` is the view that the statement writes, and `reads` are the views that it reads. There are two exceptions:
+        an elementwise statement and an allreduce may write exactly the view that they read.
         """
         s = self.trace.statement
         read = [x for x in reads if x is not None]
@@ -86,9 +90,9 @@ class Misuse:
             return
 
     def free(self, buffer: Buffer) -> bool:
-        """Record that the current statement frees a buffer.
+        """Record that the current statement frees a buffer; return True.
 
-        If the buffer is already freed, record a finding and return False.
+        If the buffer was already freed, record a finding and return False.
         """
         if (before := self.freed.get(buffer)) is not None:
             self.refuse(f"%{buffer.name} is freed twice", hint="free it once", notes=((before.span, "first here"),))
@@ -98,14 +102,14 @@ class Misuse:
         return True
 
     def start(self, handle: Event) -> None:
-        """Record that the current statement starts the communication with this handle."""
+        """Record that the current statement starts the communication with the handle `handle`."""
         assert self.trace.statement is not None
         self.in_flight[handle] = self.trace.statement
 
     def wait(self, handle: Event) -> bool:
-        """Record that the current statement waits for a communication.
+        """Record that the current statement waits for a communication; return True.
 
-        If a statement has already waited for it, record a finding and return False.
+        If a statement has already waited for this communication, record a finding and return False.
         """
         s = self.trace.statement
         assert s is not None

@@ -1,4 +1,4 @@
-"""Record the events that one rank issues, the lanes that they are on, and the edges between them."""
+"""Record the events that one rank issues, the lanes of the events, and the edges between the events."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class RankTrace(Observer):
         statement: the current statement; None during actions of the caller.
         rounds: the indices of the loops around the current statement.
         tails: the last event of each lane.
-        pushing: for each stream, the copies by SMs and their signals that were issued last to it.
-        collectives, messages, barriers: what the rank has issued for each team.
+        pushing: for each stream, the copies by SMs that were issued last to it, with their signals.
+        collectives, messages, barriers: for each team, the collectives, messages or barriers that the rank has issued.
         kernels: the kernels that wait for flags.
         by_blocks: the computations that wait for flags or set flags.
         kept: the symmetric buffers, by name.
@@ -64,7 +64,7 @@ class RankTrace(Observer):
 
         Args:
             verb: the action of the event, for messages.
-            accesses: its accesses to memory. Accesses without elements are dropped.
+            accesses: the event's accesses to memory. Accesses without elements are dropped.
             after: the events that directly happen before it.
             sms: True if it needs SMs.
         """
@@ -75,12 +75,15 @@ class RankTrace(Observer):
         return event
 
     def tail(self, *lane: object) -> list[Event]:
-        """Return a list with the last event of a lane; the list is empty if the lane has no events."""
+        """Return a list with the last event of a lane. The list is empty if the lane has no events."""
         last = self.tails.get((self.rank, *lane))
         return [last] if last else []
 
     def issued(self, stream: str) -> list[Event]:
-        """Return the latest events of a stream. Once they have ended, all work that was issued to it has ended."""
+        """Return the latest events of a stream.
+
+        Once they have ended, all work that was issued to the stream has ended.
+        """
         return self.tail(stream) + ([self.pushing[stream].last] if stream in self.pushing else [])
 
     def follow(self, event: Event, *lane: object) -> Event:
@@ -95,9 +98,9 @@ class RankTrace(Observer):
         return event
 
     def step(self, verb: str, accesses: list[Access], after: Sequence[Event] = (), sms: bool = False) -> Event:
-        """Add and return an event on the current stream, after everything that was issued to the stream.
+        """Add and return an event on the current stream, after everything that was issued to this stream.
 
-        The arguments are those of `event`.
+        The arguments are the same as in `event`.
         """
         pushing = self.pushing.pop(self.current, None)
         earlier = [*after, pushing.last] if pushing else after
@@ -106,7 +109,7 @@ class RankTrace(Observer):
     def push(self, verb: str, accesses: list[Access]) -> Event:
         """Add and return the event of a copy by SMs, or of the signal directly after such a copy.
 
-        A waiting kernel that is issued next may overlap it. A signal has no accesses.
+        A waiting kernel that is issued next may overlap this event. A signal has no accesses.
         """
         pushing = self.pushing.get(self.current)
         if pushing is None:
@@ -150,15 +153,15 @@ class RankTrace(Observer):
         return end
 
     def lasting(self) -> Iterator[tuple[Event, Event]]:
-        """Yield the start and the end of each waiting kernel and each communication.
+        """Yield two events for each waiting kernel and each communication: its start and its end.
 
-        They may hold SMs until other ranks act.
+        Such a kernel or communication may hold SMs until other ranks act.
         """
         yield from ((kernel.start, kernel.end) for kernel in self.kernels)
         for sides in (*self.collectives.values(), *self.messages.values()):
             yield from ((side.begin, side.end) for side in sides)
 
     def fail(self, message: str, *, expected: str = "", hint: str = "") -> HostIRError:
-        """Return an error at the current statement that says why it cannot be traced."""
+        """Return an error that says why the current statement cannot be traced."""
         span = self.statement.span if self.statement else None
         return error(f"rank {self.rank}: {message}", span, expected=expected, hint=hint)

@@ -20,8 +20,8 @@ from hostir.ir.types import DType, bind_shape
 class Tracer(OptionalMethods):
     """A machine that executes nothing, but records the events that one rank issues.
 
-    Each `call` evaluates the statements of the program as on every machine, and adds the events of the rank to `trace`.
-    Tensors are views of buffers.
+    Each `call` evaluates the statements of the program, as every machine does, and adds the events of the rank to
+    `trace`. Tensors are views of buffers.
     """
 
     frame: ClassVar[type[Frame]] = Frame
@@ -45,8 +45,8 @@ class Tracer(OptionalMethods):
     def call(self) -> None:
         """Trace one call of the program, with the actions of its caller.
 
-        The caller first writes the inputs. After the program it reads the outputs. Then it overwrites inputs and
-        outputs. It does all this on the caller's stream.
+        The caller first writes the inputs. After the program it reads the outputs, and then overwrites inputs and
+        outputs. All these actions are on the caller's stream.
         """
         trace = self.trace
         trace.at_caller()
@@ -95,7 +95,10 @@ class Tracer(OptionalMethods):
         return x.permute(axes)
 
     def dense(self, x: View) -> View:
-        """Return a copy of an input. The caller overwrites the copy at the end of the call, as it does the input."""
+        """Return a copy of an input.
+
+        The caller overwrites this copy at the end of the call, as it overwrites the input.
+        """
         value = self.trace.statement.defines(Phase.HOST) if self.trace.statement else None
         copy = dense(Buffer(self.rank, value.name if value else "copy", prod(x.shape), value, persists=True), x.shape)
         # The event is not added by `step`: nothing is issued for a dense input, and then a waiting kernel may overlap
