@@ -129,9 +129,9 @@ class Chunk(ViewStatement):
     axis: Int = 0
 
     def _cut(self) -> tuple[Size, Axis]:
-        """Return the number of blocks of the axis that are outside the pieces, and the type of one piece of the axis.
+        """Return the number of blocks that are cut into pieces, and the type of one piece of the axis.
 
-        If the axis is sharded, each rank's block is cut into pieces. Then the blocks are outside the pieces.
+        If the axis is sharded, each rank's block is cut into pieces. Otherwise the axis is one block.
         """
         type = self.x.tensor
         if self.axis >= len(type.axes):
@@ -268,7 +268,7 @@ class Wait(Statement):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class CurrentStream(Statement):
-    """The stream to which statements are issued at this point; at the start, the caller's stream.
+    """The current stream, to which statements are issued. At the start of a call it is the caller's stream.
 
     Example: %user = current_stream
     """
@@ -287,7 +287,7 @@ class CurrentStream(Statement):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class SetStream(Statement):
-    """Makes a stream the current stream. The stream is a stream value, or a worker stream by its index in the pool.
+    """Makes a stream the current stream. The operand is a stream value, or the index of a worker stream in the pool.
 
     Example: set_stream %i % 2
     """

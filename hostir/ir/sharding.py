@@ -38,7 +38,7 @@ def join(
         dtype: the dtype of the result.
         shape: the shape of the unsharded result.
         operands: the operands.
-        maps: a map for each operand.
+        maps: for each operand, the `Map` from its axes to the axes of the result.
     """
     mesh = next((v.tensor.mesh for v in operands if v.tensor.mesh), None)
     axes: list[Axis | None] = [None] * len(shape)
@@ -148,8 +148,8 @@ def refine(
 def leads(type: TensorType, mark: str, axes: Iterable[Axis] | None = None) -> bool:
     """Return True if the factor on the mesh axis `mark` is outermost in the memory of a rank.
 
-    This holds if a rank has only one element of each factor outside it. If `axes` is given, it replaces the axes of
-    the type.
+    The factor is outermost if a rank has only one element of each factor outside it. If `axes` is given, `axes`
+    replaces the axes of the type.
     """
     for axis in type.axes if axes is None else axes:
         for factor in axis.factors:

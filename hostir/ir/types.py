@@ -123,7 +123,7 @@ class Axis:
     def resized(self, extent: Size) -> Axis:
         """Return the axis with another extent and the same sharding. Only the innermost factor changes.
 
-        Its new extent may be a fraction. Later checks report this.
+        The new extent of this factor may be a fraction. Later checks report this.
         """
         if extent == self.extent:
             return self
