@@ -24,7 +24,7 @@ SizeUse = tuple[Size, object, int]  # the size of a tensor's axis, the tensor (o
 class EqualSizes:
     """The sizes that a dump forces to be equal although it gives them different names.
 
-    Of equal symbols, one is *canonical*. The others are defined by canonical symbols and numbers.
+    Of several equal symbols, one is *canonical*. The other symbols are defined by canonical symbols and numbers.
 
     Fields:
         order: for each symbol, its position in the order in which symbols first appear in the dump.
@@ -155,5 +155,8 @@ def _canonical(value: Value, sizes: EqualSizes) -> Value:
 
 
 def _sized(s: Statement, sizes: EqualSizes) -> Statement:
-    """Return a loop or a chunk with its number of rounds or pieces in canonical symbols; others are unchanged."""
+    """Write the number of rounds of a loop, or of pieces of a chunk, in canonical symbols; return the statement.
+
+    All other statements are returned unchanged.
+    """
     return replace(s, count=sizes.resolve(s.count)) if isinstance(s, (For, Chunk)) else s
