@@ -31,7 +31,7 @@ def repairable(finding: Finding, order: Order | None) -> bool:
 
 
 def for_handles(outline: Outline) -> Iterator[Edits]:
-    """Yield edits that insert a wait for the first communication of the program for which nothing waits.
+    """Yield edits that insert the missing wait for a communication: the first one in the program that lacks a wait.
 
     There is one edit for each place in the communication's block where the wait can be inserted.
     """
