@@ -272,9 +272,9 @@ class ScaledMatmul(Contraction):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class RowScales(TensorOp):
-    """The scale with which each row of `x` is converted to an fp8 dtype: `max(amax / max, 2^-126)`.
+    """The scale with which each row of `x` is converted to an fp8 dtype: `max(amax / limit, 2^-126)`.
 
-    `amax` is the largest absolute value of the row, and `max` is the largest value of the dtype: 448 for `f8e4m3`,
+    `amax` is the largest absolute value of the row, and `limit` is the largest value of the dtype: 448 for `f8e4m3`,
     57344 for `f8e5m2`. Scales are f32. With `each 128` there is one scale for each 128 elements of a row. A row of
     zeros has the scale 2^-126, to avoid division by 0. A row with a NaN has the scale NaN. A row with an infinity and
     no NaN has an infinite scale.
