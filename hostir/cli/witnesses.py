@@ -60,7 +60,7 @@ def witnesses(
 
 
 def _access_positions(tasks: Sequence[Task]) -> dict[TaskKey, list[int]]:
-    """Return the positions in a run at which statements accessed memory.
+    """Return the positions in a run at which tasks accessed memory, by the key of the task.
 
     Args:
         tasks: the tasks of the run, in the order in which they ran. A position is an index of this sequence.

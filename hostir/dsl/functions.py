@@ -57,7 +57,7 @@ def linear(a: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return `a[..., K] @ weight[N, K]^T + bias[N]`, of shape `[..., N]`, as `torch.nn.Linear` does.
 
     Operands and result have the same dtype. Sums are accumulated in f32, or in f64 if the operands are f64. Raises
-    HostIRError if sizes or dtypes do not fit.
+    HostIRError if the sizes or dtypes of the operands do not fit each other.
     """
     span = user_span()
     added = None if bias is None else operand(bias, span)
@@ -244,7 +244,7 @@ def silu(x: Tensor) -> Tensor:
 
 
 def cast(x: Tensor, dtype: Any) -> Tensor:
-    """Convert the elements to another dtype, rounded to nearest even; return the converted tensor.
+    """Convert the elements to another dtype, with rounding to nearest even; return the converted tensor.
 
     `dtype` is a dtype that `tensor` accepts. A cast to fp8 converts as torch does, without a scale. To convert with a
     scale, use `quantize`. Raises HostIRError for an unknown dtype.

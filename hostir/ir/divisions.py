@@ -43,7 +43,7 @@ def _axes(value: Value) -> Iterator[Division]:
 
 
 def _factors(value: Value) -> Iterator[tuple[Size, Size, str]]:
-    """Yield each factor of the value's axes whose extent on one rank is not certain to be an integer.
+    """Yield each factor of the value's axes if the factor's extent on one rank may be a fraction.
 
     Each tuple holds the factor's extent, its extent on one rank, and a text such as ` sharded over 8 ranks`. The text
     is empty if the factor is not sharded.
@@ -68,8 +68,8 @@ def _written(s: Statement) -> Iterator[Division]:
 def misfits(program: str, divisions: Sequence[Division], sizes: Mapping[str, int]) -> list[Diagnostic]:
     """Check the quotients of `divisions` at given sizes; return a diagnostic for each quotient that is no integer.
 
-    Quotients with the same dividend have one diagnostic. `sizes` holds the values of the symbols. `program` is the name
-    of the program, for messages.
+    Quotients with the same dividend share one diagnostic. `sizes` holds the values of the symbols. `program` is the
+    name of the program, for messages.
     """
     alike: dict[tuple[Size, Size], list[Division]] = {}
     for division in divisions:

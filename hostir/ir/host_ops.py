@@ -183,7 +183,7 @@ class Chunk(ViewStatement):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class AsPartial(ViewStatement):
-    """A view that has the type of a partial sum: each rank's buffer is one term. An in-place allreduce needs it.
+    """A view with the type of a partial sum: each rank's buffer is one term. An in-place allreduce needs such a view.
 
     Example: %p: f32[16, 32] partial(didx) = as_partial %x: f32[16, 32] over didx
     """

@@ -55,11 +55,11 @@ class Exchange:
     moves: tuple[Move, ...] | None = None
 
     def takes(self, rank: int) -> bool:
-        """Return True if `rank` sends data, so that the communication reads memory of this rank."""
+        """Return True if `rank` sends data. Then the communication reads memory of `rank`."""
         return self.moves is None or any(move.source == rank for move in self.moves)
 
     def gives(self, rank: int) -> bool:
-        """Return True if `rank` receives data, so that the communication writes memory of this rank."""
+        """Return True if `rank` receives data. Then the communication writes memory of `rank`."""
         return self.moves is None or any(move.target == rank for move in self.moves)
 
 
@@ -322,8 +322,8 @@ MAX_UNROLLED = 1_000_000  # the most statements after loops are unrolled; more w
 def uncollected() -> Iterator[None]:
     """Return a context manager that disables garbage collection, for code that unrolls a program.
 
-    Unrolling creates millions of objects and drops few. Garbage collections would visit all of them again and again,
-    and would take as long as the unrolling itself.
+    Unrolling creates millions of objects, and few of them become garbage. The garbage collector would visit all objects
+    again and again, which would take as long as the unrolling itself.
     """
     enabled = gc.isenabled()
     gc.disable()

@@ -7,7 +7,8 @@ A statement class declares
 - `evaluate`, which runs the statement by calls of a machine's methods;
 - a docstring that ends with an example, which the tests parse, print, check and run.
 
-One declarative string for printing and parsing is an idea of xDSL's `assembly_format`. Codecs in annotations are new.
+The idea of one declarative string for printing and parsing comes from xDSL's `assembly_format`. xDSL has no codecs in
+annotations.
 """
 
 from __future__ import annotations
@@ -219,7 +220,7 @@ class ViewStrides(Protocol):
         """Return the strides of `x` in another shape."""
 
     def dense(self) -> Shape:
-        """Return the strides of a dense tensor of the shape of `x`."""
+        """Return the strides of a dense tensor that has the shape of `x`."""
 
 
 class Traits:
@@ -268,7 +269,7 @@ class Traits:
 
     @property
     def place(self) -> tuple[Value, str] | None:
-        """The index that holds this rank's position along a mesh axis, and the name of the mesh axis.
+        """The index that the statement sets to this rank's position along a mesh axis, and the name of the mesh axis.
 
         None if the statement defines no such index.
         """
@@ -325,7 +326,7 @@ class Traits:
 
     @property
     def addends(self) -> int:
-        """The number of partial sums of ranks that the statement adds up; 0 if it adds up no partial sums."""
+        """The number of partial sums that the statement adds up, one for each rank; 0 for other statements."""
         return 0
 
     @property
@@ -449,7 +450,7 @@ class Operands:
 
     @cached_property
     def freed(self) -> Value | None:
-        """The value that names the buffer that the statement frees; None for other statements."""
+        """The buffer that the statement frees; None for other statements."""
         return next(self.values(Codec.FREE), None)
 
     @cached_property

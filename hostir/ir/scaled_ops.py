@@ -334,8 +334,8 @@ class Largest(TensorOp):
 class Quantize(TensorOp):
     """`x / scale` in an fp8 dtype: computed in f32, limited to the dtype's range, rounded to nearest even.
 
-    The scale is f32 and has as many axes as `x`. Each axis has extent 1 or the extent of `x`; the last axis may also
-    have one scale for each 128 elements. NaN stays NaN.
+    The scale is f32 and has as many axes as `x`. Each axis of the scale has extent 1, or the extent of the axis of `x`.
+    The last axis may also have one scale for each 128 elements of `x`. NaN stays NaN.
 
     Example: %y: f8e4m3[16, 32] = quantize %x: bf16[16, 32] by %s: f32[16, 1] to f8e4m3
     """

@@ -1,4 +1,4 @@
-"""Compute the sharding of a result from its operands, of a tensor after a reshape, and of a slice of a tensor.
+"""Compute the sharding of the result of a computation, of a reshaped tensor, and of a slice of a tensor.
 
 A tensor axis is a product of factors. The mark of a factor is the mesh axis over which it is sharded, or STREAM if a
 loop runs over slices of it.

@@ -86,7 +86,7 @@ class TensorOp(Statement):
         raise AssertionError(type(self).__name__)
 
     def maps(self) -> tuple[Map, ...]:
-        """Return a `Map` for each operand: for each axis of the operand, the matching axis of the result."""
+        """Return a `Map` for each operand. It gives, for each axis of the operand, the matching axis of the result."""
         raise AssertionError(type(self).__name__)
 
     def check_parts(self, operands: Sequence[TensorType]) -> None:

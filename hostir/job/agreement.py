@@ -53,13 +53,15 @@ class Meetings:
     """The meetings of the ranks of a session, seen from one rank.
 
     The ranks meet before the first call of an executor with each kind of sizes (see `hostir.job.symmetric`). At a
-    meeting, each rank writes its call to its slot in the store, and waits until all other ranks have written theirs.
+    meeting, each rank writes its call to its slot in the store, and waits until all other ranks have written their
+    calls.
 
-    A rank that refuses a call writes the refusal to its slot. It may replace the refusal by another call, as long as no
-    rank that makes the refused call has read the refusal. Once such a rank has read the refusal, this meeting has
-    failed for all ranks. A rank ignores a refusal of an earlier call that it has already run.
+    A rank that refuses a call writes the refusal to its slot. It may replace the refusal by another call until a rank
+    that makes the refused call reads the refusal. Once such a rank has read the refusal, the meeting has failed for all
+    ranks. A rank ignores a refusal of an earlier call that it has already run.
 
-    If all calls are compared, each call has a meeting with the number of the call. Then a refusal cannot be replaced.
+    If all calls are compared, there is a meeting for each call, and the meeting has the number of the call. Then a
+    refusal cannot be replaced.
 
     Fields:
         number: the number of the next meeting.
@@ -134,8 +136,8 @@ class Meetings:
 class Agreement:
     """The agreement of all ranks on the calls of one executor, seen from one rank.
 
-    The ranks compare the first call with each kind of sizes at a meeting. With `compare` they compare all calls.
-    Without a session there are no other ranks, and nothing is compared.
+    The ranks compare the first call with each kind of sizes at a meeting. If the argument `compare` is True, they
+    compare all calls. Without a session there are no other ranks, and nothing is compared.
 
     Fields:
         call: the data that all calls of the executor have in common.

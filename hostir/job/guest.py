@@ -161,7 +161,11 @@ def _device(group: ProcessGroup, device: str | None) -> torch.device:
 
 
 def _timeout(group: ProcessGroup, device: torch.device) -> timedelta:
-    """Return the timeout of a process group: the timeout of its backend for the device, if there is such a backend."""
+    """Return the timeout of a process group.
+
+    It is the timeout of the group's backend for `device`. If the group has no such backend, it is the timeout of
+    another backend of the group, or torch's default.
+    """
     for kind in (device, *group._device_types):
         try:
             return group._get_backend(kind).options._timeout

@@ -211,8 +211,8 @@ class Session:
     def check(self, where: str) -> None:
         """Raise an error if the calls of the ranks differ. A waiting rank calls this; `where` says where it waits.
 
-        In a session of a process group, raise also if a rank has died. In a session of the job, the watchdog then ends
-        this process.
+        In a session of a process group, also raise an error if a rank has died. In a session of the job, the death of a
+        rank raises no error here, because the watchdog ends this process.
         """
         if not hasattr(self, "watchdog") or self.rank in self.watchdog.done:  # while the job begins, or ends
             return
@@ -220,7 +220,7 @@ class Session:
             raise MisalignedError(self.watchdog.misaligned, f"rank {self.rank} was at {where}")
 
     def check_following(self, where: str) -> None:
-        """Raise an error if `check` raises one, or if another rank has abandoned a call.
+        """Raise an error if `check` raises an error, or if another rank has abandoned a call.
 
         A rank that has abandoned a call does not make the calls that this rank waits for.
         """

@@ -11,7 +11,7 @@ step by step need few rendezvous. The decision to meet depends only on the progr
 same decision.
 
 The memory belongs to the process group. Executors of equal programs share it for sizes of one kind, because their calls
-run one after another, like the calls of one executor. A plan keeps the memory that it was made for.
+run one after another, like the calls of one executor. A plan keeps using the memory for which it was made.
 
 Memory is released only at a rendezvous. First, memory that no plan uses is released. Then the least recently used
 memory is released, as long as a limit is exceeded. HOSTIR_SYMMETRIC_LIMIT is the limit for all programs together. If it

@@ -29,10 +29,10 @@ class Builder:
         names: the names that the program uses.
         scope: the values in scope, by the names that the dump prints, such as T4, Communication 7, Stream 0 and i0.
         body: the statements of the current block.
-        loops: for the index of each loop around the current statement, the number of rounds of the loop.
+        loops: a map from the index of each loop around the current statement to the number of rounds of the loop.
         unsliced: the names of values that hold all slices of a tensor with a stream axis.
         owned: for each block around the current statement, the buffers that are not freed yet, by name.
-        memory: for each view, the name of its buffer.
+        memory: a map from the name of each view to the name of its buffer.
         streams: the streams that the dump uses.
     """
 

@@ -113,9 +113,10 @@ def computed(s: TensorOp) -> Iterator[tuple[SizeUse, SizeUse]]:
 
 
 def maps_of(s: TensorOp) -> tuple[tuple[int, ...], ...]:
-    """Return a map for each operand of a computation: for each axis of the operand, the matching axis of the result.
+    """Return a map for each operand of a computation.
 
-    Unlike `TensorOp.maps`, this also works while equal sizes still have different names.
+    The map gives, for each axis of the operand, the matching axis of the result. Unlike `TensorOp.maps`, this function
+    also works while equal sizes still have different names.
     """
     if not isinstance(s, Binary):
         return s.maps()

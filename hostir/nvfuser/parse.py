@@ -1,7 +1,7 @@
 """Parse a dump of nvFuser's host IR into nodes, by recursive descent.
 
-The body of a loop consists of the lines that are indented deeper than the loop's header. Otherwise line ends have no
-meaning, because nvFuser breaks long statements.
+The body of a loop consists of the lines that are indented deeper than the loop's header. Apart from that, the ends of
+lines have no meaning, because nvFuser breaks long statements into several lines.
 
 Every syntax error, and every statement that a host program cannot express, raises one HostIRError at its position.
 Options that do not matter for host programs (`mem_type`, `size`, `cache_op`, `backend`, ...) are skipped.

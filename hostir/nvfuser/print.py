@@ -54,9 +54,9 @@ class DumpPrinter:
 
     Fields:
         program: the program.
-        names: the names that the dump uses already.
-        shown: for each tensor, its printed text.
-        other: for each stream, handle and index, its printed name.
+        names: the names that the dump already uses.
+        shown: a map from the name of each tensor to its printed text.
+        other: a map from the name of each stream, handle and index to its printed name.
         domains: the number of IterDomains that have been printed so far.
         tensors, streams, handles: the numbers of tensors, streams and communications that have been defined so far.
         uses_pool: True if a stream of the pool has been printed.

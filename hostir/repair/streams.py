@@ -80,7 +80,7 @@ def _restore_stream(outline: Outline, place: BodyPosition) -> Block:
 
 
 def _new_index(outline: Outline, place: BodyPosition) -> Value:
-    """Return a value for a new loop index, with a name that no value in scope at the place has."""
+    """Return a value for a new loop index. No value in scope at the place has the same name."""
     scope, name = outline.scope(place), "s"
     while name in scope:
         name += "s"

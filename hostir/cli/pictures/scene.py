@@ -95,9 +95,9 @@ class FindingMark:
     Fields:
         number: the number of the finding in the list of findings.
         finding: the finding.
-        boxes: the boxes of its events.
+        boxes: the boxes of the events of the finding.
         pairs: the pairs of boxes that a red dashed line joins.
-        cycle: the red arrows, if the events wait for each other in a cycle.
+        cycle: the red arrows, if the events of the finding wait for each other in a cycle; otherwise empty.
     """
 
     number: int
@@ -267,7 +267,7 @@ def _closing(graph: Any, owners: Sequence[Box]) -> list[tuple[int, int]]:
 
 
 def _columns(graph: Any, owners: Sequence[Box]) -> dict[int, int]:
-    """Return the column of each event: the largest number of steps from box to box on a path to the event.
+    """Return the column of each event: the number of steps from box to box on the longest path that ends at it.
 
     A step between two boxes that may share a column does not count.
     """
