@@ -47,8 +47,8 @@ def run_command(source: Program, program: Program, sizes: dict[str, int], option
     its reference. Raises HostIRError if `source` has no reference.
 
     Args:
-        source: the program that the user named: the fusion from which `program` was lowered, or `program` itself. It
-            defines the reference results. If it has statements for single ranks, the reference is a run of simulated
+        source: the program that the user named. It is `program` itself, or the fusion from which `program` was lowered.
+            It defines the reference results. If it has statements for single ranks, the reference is a run of simulated
             ranks in program order.
         program: the host program to run.
         sizes: the sizes that `--set` binds.
@@ -338,7 +338,7 @@ def _report(
     Args:
         program: the program that ran.
         where: the ranks that ran it, as text.
-        kernels: the name of the kernels that computed.
+        kernels: the name of the kernels that ran.
         compared_with: the description of the reference.
         comparisons: the comparison of each output; empty without `--compare`.
         options: the options of the command line.
@@ -373,8 +373,8 @@ def rehearsed(
 
     These are the reference outputs of a program with statements for single ranks. `reference` runs statements on
     unsharded tensors, and cannot run such a program, because its ranks do different things. A comparison with these
-    outputs shows if a run computes something else than the statements say. The comparison does not show wrong
-    statements or races. `hostir check` finds races.
+    outputs shows whether a run computes what the statements say. The comparison does not show wrong statements or
+    races. `hostir check` finds races.
 
     The arguments are the same as for `reference`. Partial sums are added in float64 and not rounded, for every `dtype`.
     Raises HostIRError if the inputs do not fit, if simulated ranks cannot run the program, and if the copies of an

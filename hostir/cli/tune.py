@@ -38,7 +38,7 @@ class Case:
 
 
 def check_started(command: str) -> None:
-    """Raise HostIRError if torchrun did not start this process, because there are no ranks to measure.
+    """Raise HostIRError if torchrun did not start this process, because then there are no ranks to measure.
 
     `command` is the file argument of `hostir tune`. The hint shows it.
     """

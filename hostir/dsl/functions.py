@@ -314,10 +314,11 @@ def permute(x: Tensor, axes: Sequence[int]) -> Tensor:
 
 
 def reshard(x: Tensor) -> Tensor:
-    """Return the tensor with another sharding, or on another mesh. The caller annotates the result with both.
+    """Return the tensor with another sharding, or on another mesh.
 
-    Lowering inserts the communication. A result without annotation is replicated. If `x` is a partial sum, declared
-    with `x.partial(mesh)`, the terms of all ranks are added.
+    Users annotate the result with its mesh and its sharding. Lowering inserts the communication. A result without
+    annotation is replicated. If `x` is a partial sum, declared with `x.partial(mesh)`, the terms of all ranks are
+    added.
     """
     value = operand(x, user_span())
     return apply(comm_ops.Reshard, value.tensor.shape, x=value)

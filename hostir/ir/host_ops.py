@@ -38,7 +38,7 @@ HOST = frozenset({Phase.HOST})
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Allocate(Statement):
-    """Allocates a dense buffer, uninitialised. Each rank of the mesh allocates memory for its part of the tensor.
+    """Allocates a dense, uninitialised buffer. Each rank of the mesh allocates memory for its part of the tensor.
 
     Example: %x: bf16[4, 8@didx, 32] = allocate
     """

@@ -155,7 +155,7 @@ class Machine(OptionalMethods, Protocol):
 
     @property
     def rank(self) -> int | None:
-        """The rank that this machine runs as."""
+        """The rank of this machine; None if the machine holds unsharded tensors."""
 
     def allocate(self, shape: tuple[int, ...], dtype: DType, symmetric: bool = False) -> Handle:
         """Allocate a dense uninitialised tensor.

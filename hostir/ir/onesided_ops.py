@@ -54,7 +54,10 @@ def mesh_over(op: Statement, x: Value, over: str) -> Mesh:
 
 
 def own_rank(op: Statement, frame: Frame) -> int:
-    """Return the rank that runs the statement. Raise on a machine that holds unsharded tensors: it has no ranks."""
+    """Return the rank that runs the statement.
+
+    Raise if the machine holds unsharded tensors, because such a machine has no ranks.
+    """
     if frame.machine.rank is None:
         raise op.fail(
             f"'{op.keyword()}' needs ranks, and there are none where tensors are whole",

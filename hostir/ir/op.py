@@ -127,7 +127,10 @@ BOTH = frozenset(Phase)
 
 
 class Codec(Enum):
-    """The codec of a statement's field: the syntax of the field, and the effect of the statement on its value."""
+    """The codec of a statement's field.
+
+    It determines the syntax of the field, and the effect of the statement on the value in the field.
+    """
 
     READ = "tensor operand that is read"
     WRITE = "tensor operand that is written"
@@ -445,7 +448,7 @@ class Operands:
 
     @cached_property
     def viewed(self) -> Value | None:
-        """The value that the statement's result is a view of; None if the result is not a view."""
+        """The value of which the statement's result is a view; None if the result is not a view."""
         return next(self.values(Codec.ALIAS), None)
 
     @cached_property
@@ -551,7 +554,7 @@ class Statement(Traits, Operands):
 
     @classmethod
     def form(cls, phase: Phase) -> str:
-        """Return the statement's syntax template in a phase."""
+        """Return the syntax template that the statement has in programs of this phase."""
         return cls.syntax
 
 

@@ -391,7 +391,7 @@ class Matmul(Contraction):
     `signal ... by 1 sms` precedes the matmul.
 
     With `own %x` as well, the kernel reads the rows of block `first` from `%x` instead of `a`. It does not wait for the
-    flag of that block, and leaves the block's rows of `a` undefined.
+    flag of that block. The block's rows of `a` are undefined.
 
     With `done %flags = epoch from first`, the rows of the result are split into equal blocks, one for each flag of this
     rank. The kernel computes block `first` first, then the following blocks, and sets the flag of each block to the
@@ -510,7 +510,7 @@ def _broadcasts(small: Shape, shape: Shape) -> bool:
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Add(Binary):
-    """Elementwise sum. The sum of two partial sums over the same mesh axes is a partial sum over them.
+    """Elementwise sum. The sum of two partial sums over the same mesh axes is a partial sum over these axes.
 
     Example: %z: f32[16, 32] = add %x: f32[16, 32], %y: f32[32]
     """

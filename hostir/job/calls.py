@@ -362,7 +362,10 @@ class Calls:
         raise self._misaligned(f"the calls of the ranks do not line up: {difference}", hint)
 
     def check_order(self) -> None:
-        """Raise MisalignedError if the calls of the ranks no longer match, because no later call can match either."""
+        """Raise MisalignedError if this rank must make no more calls.
+
+        The reason is that the calls of the ranks no longer match.
+        """
         if self.broken:
             raise MisalignedError(self.broken, f"rank {self.rank} makes no call any more")
 

@@ -108,7 +108,7 @@ class Links:
     """The connections of one rank: from rank 0 to all other ranks, or from another rank to rank 0.
 
     Args:
-        store: a store that all ranks share. Rank 0 writes its address to it.
+        store: a store that all ranks share. Rank 0 writes its address to the store.
         rank: this rank.
         size: the number of ranks.
         keepalive: seconds after which a host that does not answer counts as lost.

@@ -36,7 +36,7 @@ class BufferInfo:
 
     Fields:
         name, rounds: the name of the buffer, and the indices of the loops around its allocation.
-        shape, dtype: its shape and dtype for the sizes at the rendezvous.
+        shape, dtype: the buffer's shape and dtype for the sizes at the rendezvous.
         room: the number of bytes to allocate for the buffer, if the buffer gets more bytes than its shape needs.
     """
 

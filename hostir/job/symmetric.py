@@ -446,10 +446,10 @@ class SymmetricMemory:
 def _needs(
     unrolled: UnrolledProgram, rooms: Rooms
 ) -> tuple[tuple[BufferInfo, ...], tuple[PeerPlace, ...], tuple[PeerPlace, ...]]:
-    """Return the buffers that a rank must offer to its peers, and the buffers of peers that it uses.
+    """Return the buffers that a rank offers to peers, the peers' buffers that it accesses, and those that it reads.
 
-    The second item of the result holds all buffers of peers that the rank accesses. The third item holds the buffers of
-    peers that the rank reads. The flags of barriers are included in the first two.
+    The third item of the result is a part of the second item. The flags of barriers are in the first and in the second
+    item, but not in the third.
     """
     rank, uses = unrolled.rank, []
     mine = (op for op in unrolled.symmetric.values() if op.rank == rank)

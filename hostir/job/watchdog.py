@@ -214,7 +214,8 @@ class Watchdog:
     def close(self, done: bool = True) -> None:
         """End the thread and close the connections.
 
-        `done` is False if this rank is about to exit with an error. Then SIGTERM must not interrupt its printing.
+        `done` is False if this rank is about to exit with an error. Then SIGTERM must not interrupt the printing of the
+        error.
         """
         self.closing.set()
         os.write(self.signalled, b"\0")

@@ -31,7 +31,8 @@ class Builder:
         body: the statements of the current block.
         loops: a map from the index of each loop around the current statement to the number of rounds of the loop.
         unsliced: the names of values that hold all slices of a tensor with a stream axis.
-        owned: for each block around the current statement, the buffers that are not freed yet, by name.
+        owned: the buffers that are not freed yet, by name. There is one entry for each block around the current
+            statement.
         memory: a map from the name of each view to the name of its buffer.
         streams: the streams that the dump uses.
     """

@@ -27,8 +27,8 @@ class EqualSizes:
     Of several equal symbols, one is *canonical*. The other symbols are defined by canonical symbols and numbers.
 
     Fields:
-        order: for each symbol, its position in the order in which symbols first appear in the dump.
-        known: for each symbol that is not canonical, its definition.
+        order: the position of each symbol in the order in which symbols first appear in the dump.
+        known: the definition of each symbol that is not canonical.
     """
 
     def __init__(self, symbols: Iterable[str]) -> None:

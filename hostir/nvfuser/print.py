@@ -34,7 +34,7 @@ class Printed:
     Fields:
         head: the name with memory and dtype, such as `T0_g_float`.
         lead: the device axes that hold the terms of a partial sum.
-        axes: for each axis of the tensor, its IterDomains, outermost first.
+        axes: the IterDomains of each axis of the tensor, outermost first.
         mesh: the DeviceMesh; empty if the type has no mesh.
     """
 
@@ -264,7 +264,7 @@ class DumpPrinter:
         return _assign(out, f"{s.keyword()}({first});")
 
     def summed(self, s: ops.Sum, out: Printed) -> Printed:
-        """Return the printed result of a sum. As in nvFuser, it shows the reduced axis, too."""
+        """Return the printed result of a sum. As in nvFuser, the printed result shows the reduced axis, too."""
         reduced = self.axis(s.x.tensor.axes[s.axis], s.x.tensor.mesh, iter_type="r")
         return Printed(out.head, out.lead, (*out.axes[: s.axis], reduced, *out.axes[s.axis :]), out.mesh)
 

@@ -63,7 +63,7 @@ class DumpReader(Builder):
         transfers: the roots with which each transfer so far was printed. The key of a transfer consists of its type,
             the name of its operand and the name of its result.
         merged: the numbers of printed communications that were merged into an earlier communication.
-        uses: for each tensor, the number of times that the dump names it.
+        uses: the number of times that the dump names each tensor.
     """
 
     def __init__(self, dump: Dump, file: str) -> None:
@@ -342,11 +342,11 @@ class DumpReader(Builder):
         self.emit(COLLECTIVES[communication](x, out, handle, over), node.span)
 
     def summand(self, x: Value, over: str, node: CommunicationNode) -> Value:
-        """Replace an operand of a reducing communication that holds the addends along a device axis by a partial sum.
+        """Convert the operand of a reducing communication to a partial sum, and return the partial sum.
 
-        nvFuser's communications accept such an operand, but hostir's communications do not. So append a `sum` over the
-        device axis to the program. On each rank, this axis has one entry. Return the result of the `sum`, a partial sum
-        over the mesh axis `over`.
+        The operand `x` holds the addends along a device axis. nvFuser's communications accept such an operand, but
+        hostir's communications do not. So this method appends a `sum` over the device axis to the program. On each
+        rank, this axis has one entry. The result of the `sum` is a partial sum over the mesh axis `over`.
         """
         axis = x.tensor.axis_on(over)
         if axis is None:

@@ -399,7 +399,7 @@ def nearby(boxes: Iterable[Box], centre: Set[Event], reach: int) -> list[Box]:
 
 
 def closest(boxes: Sequence[Box], centre: Set[Event], most: int) -> list[Box]:
-    """Return at most `most` boxes, in their old order.
+    """Return at most `most` boxes, in the order of `boxes`.
 
     These boxes are closest to the events of `centre`, if distance is counted in the order in which a rank issues its
     statements.
