@@ -199,7 +199,7 @@ def finite(value: Real, span: Span | None) -> float:
 
 
 def _subtract(x: Any, y: Any) -> Tensor:
-    """Append statements that compute `x - y` to the fusion; return the result.
+    """Append to the fusion the statements that compute `x - y`; return the result.
 
     If `y` is a number, one statement adds `-y` to `x`. Otherwise one statement negates `y`, which is exact, and another
     statement adds the two tensors.
@@ -214,7 +214,10 @@ def _subtract(x: Any, y: Any) -> Tensor:
 
 
 def _divide(x: Any, y: Any) -> Tensor:
-    """Append a product of `x` with `1 / y` to the fusion, to compute `x / y` for a number `y`. Return the result."""
+    """Append to the fusion a statement that computes `x / y` for a number `y`; return the result.
+
+    The statement multiplies `x` by `1 / y`.
+    """
     span = user_span()
     tensor, number = with_number(x, y, span)
     if number is None or tensor is y:

@@ -117,7 +117,7 @@ class Select(ViewStatement):
 class Chunk(ViewStatement):
     """A view of one of `count` equal pieces of an axis of `x`, by default axis 0. The result has all axes of `x`.
 
-    If the axis is sharded, each rank's part of it is cut into `count` pieces.
+    If the axis is sharded, each rank's part of the axis is cut into `count` pieces.
 
     Example: %y: f32[16, 8@didx] = chunk %x: f32[16, 32@didx][%i of 4] axis 1
     """

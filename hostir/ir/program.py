@@ -24,9 +24,10 @@ class Program:
     Fields:
         name: the name, without `@`.
         phase: FUSION or HOST.
-        meshes: the meshes of its tensors. A tensor lies on `meshes[0]` if the text of its type names no mesh.
+        meshes: the meshes of the program's tensors. A tensor lies on `meshes[0]` if its type, as written in the text,
+            names no mesh.
         inputs, outputs: the values that a call takes and returns, each with its `name` and `type`.
-        body: the statements, in order. The statements of a loop are in its body.
+        body: the statements, in order. A loop is one statement, and holds the statements of its body.
         streams: the number of worker streams.
         aliases: further names of sizes, from another text form such as an nvFuser dump. The pair `("i5", "i4")` says
             that `i5` equals `i4`. A caller may bind aliases, too. The text of the program does not show them.

@@ -3,8 +3,9 @@
 Shapes and strides count elements, as in torch. All questions about sets of elements get exact answers, for every view.
 
 The answers are fast if the strides of a view nest: one step along an axis leads past all elements that the inner axes
-reach. This holds for views that select, chunk, permute and reshape make of dense buffers. Two such views are compared
-axis by axis, from the outermost axis inwards. With other views, the steps along an axis may be compared one by one.
+reach. This holds for every view that `select`, `chunk`, `permute` or `reshape` makes of a dense buffer. Two such views
+are compared axis by axis, from the outermost axis inwards. With other views, the steps along an axis may be compared
+one by one.
 """
 
 from __future__ import annotations

@@ -336,9 +336,10 @@ class Calls:
     def compare_new(self, call: Call) -> None:
         """Compare a call with sizes that are new on this rank. No rank waits.
 
-        It is used if the ranks do not compare all calls. The first rank that has new sizes in its n-th call writes this
-        call to the store. Every other rank that has new sizes in its n-th call compares its call with this text. If the
-        calls differ, or if the two ranks have made different calls before, every rank raises MisalignedError.
+        This method is used if the ranks do not compare all calls. The first rank that has new sizes in its n-th call
+        writes this call to the store. Every other rank that has new sizes in its n-th call compares its call with this
+        text. If the calls differ, or if the two ranks have made different calls before, every rank raises
+        MisalignedError.
         """
         if not self.others:
             return

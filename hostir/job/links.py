@@ -193,8 +193,8 @@ class Links:
     def await_all(self, event: RankEvent) -> None:
         """Wait until all ranks are connected, and then until this rank has received its own event from rank 0.
 
-        Rank 0 waits for the connections of all ranks; another rank waits only for its own connection. Each of the two
-        waits takes at most PATIENCE seconds.
+        Rank 0 waits for the connections of all ranks; another rank waits only for its own connection. The wait for the
+        connections and the wait for the event take at most PATIENCE seconds each.
         """
         deadline = time.monotonic() + PATIENCE
         while not self.complete() and time.monotonic() < deadline:

@@ -491,9 +491,9 @@ def _launchers_place() -> tuple[str, int]:
 def _met(rank: int, size: int, timeout: float, number: int) -> tuple[str, int]:
     """Return the host and port of a store for all sessions of this process. Rank 0 runs the store.
 
-    It is used if the launcher provides no store. The ranks first meet at the launcher's address. There rank 0 posts the
-    address of its store. Then the launcher's address is free again, and other code can use it. A rank that is early for
-    the next session does not reach a store that is about to close.
+    This store is used if the launcher provides no store. The ranks first meet at the launcher's address. There rank 0
+    posts the address of its store. Then the launcher's address is free again, and other code can use it. A rank that is
+    early for the next session does not reach a store that is about to close.
 
     Args:
         rank: this rank.

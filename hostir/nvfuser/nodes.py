@@ -106,7 +106,7 @@ class StreamNode(Node):
 
 @dataclass(frozen=True)
 class LoopNode(Node):
-    """A loop: FOR index from 0 to count."""
+    """A loop, printed as `FOR index from 0 to count:`."""
 
     index: Token
     count: AxisExtent

@@ -3,7 +3,7 @@
 The statement is a signal, a wait, or a kernel with a `ready` clause. The waits without a signal show which flags and
 epochs have to be signalled on which ranks. In the same way, the signals without a wait show what has to be waited for.
 `PlaceExpressions` gives candidates for the expressions of the new statement. A candidate is kept if, over all ranks and
-rounds, it signals the missing epochs, or waits only for epochs that nothing waits for.
+rounds, it signals the missing epochs, or waits only for epochs that no other statement waits for.
 """
 
 from __future__ import annotations
@@ -92,9 +92,10 @@ class MissingFlags:
         yield from (edits for *_, edits in sorted(ranked, key=lambda f: f[:2])[:MAX_SUGGESTIONS])
 
     def kernels(self, users: Sequence[Statement]) -> Iterator[Edits]:
-        """Yield edits that add a `ready` clause to a computation. Then it waits for signals that nothing waited for.
+        """Yield edits that add a `ready` clause to a computation.
 
-        The computation is one of the statements `users`. In some of the edits, the clause also has `own` rows.
+        With this clause, the computation waits for signals that no statement waits for yet. The computation is one of
+        the statements `users`. In some of the edits, the clause also has `own` rows.
         """
         for s in users:
             place = self.outline.place(s)
@@ -113,7 +114,7 @@ class MissingFlags:
     def _local_tensors(self, s: Statement, place: BodyPosition, flags: Value) -> list[Value]:
         """Return the tensors in scope that may be the `own` rows of a computation `s`, the latest first.
 
-        They have the dtype of the operand with blocks, and as many rows as one block of this operand.
+        They have the dtype of the operand that is split into blocks, and as many rows as one of these blocks.
         """
         tensors = [v for v in self.outline.scope(place).values() if isinstance(v.type, TensorType)]
         if (plain := s.waiting(flags, Lit(1), ZERO, None)) is None:

@@ -47,8 +47,9 @@ class RepairCandidate:
 
     Fields:
         program: the program.
-        findings: the findings about it.
-        order: the order of its events; None if its structure is unsound or if it could not be traced.
+        findings: the findings about the program.
+        order: the order of the program's events; None if the structure of the program is unsound, or if the program
+            could not be traced.
         cost: the result of the function `cost`; zeros if `order` is None.
         added: the statements that the repair has inserted so far, one block for each insertion.
     """

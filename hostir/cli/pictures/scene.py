@@ -178,7 +178,7 @@ def stage(order: Order, boxes: Sequence[Box], findings: Mapping[int, Finding]) -
 
     Args:
         order: the order of the program's events.
-        boxes: the boxes to draw. Their fields `first`, `last` and `row` are set.
+        boxes: the boxes to draw. This function sets the fields `first`, `last` and `row` of each box.
         findings: the findings to mark, by number.
     """
     if not boxes:
@@ -213,8 +213,8 @@ def _between(order: Order, shown: Sequence[Event], held: bool) -> Any:
     Args:
         order: the order of all events.
         shown: the events in boxes.
-        held: True to also follow an edge to an event from each event that may delay it. A program may not rely on such
-            edges, but they close cycles.
+        held: True to also follow the edges from an event to the events that it may delay. A program may not rely on
+            such edges, but they close cycles.
     """
     import networkx as nx
 
@@ -401,8 +401,8 @@ def nearby(boxes: Iterable[Box], centre: Set[Event], reach: int) -> list[Box]:
 def closest(boxes: Sequence[Box], centre: Set[Event], most: int) -> list[Box]:
     """Return at most `most` boxes, in the order of `boxes`.
 
-    These boxes are closest to the events of `centre`, if distance is counted in the order in which a rank issues its
-    statements.
+    Each box has a position among the boxes of its rank. The result holds the boxes with the positions that are closest
+    to the positions of boxes with an event of `centre`.
 
     Args:
         boxes: all boxes; the boxes of a rank are consecutive.
