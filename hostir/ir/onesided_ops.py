@@ -283,7 +283,7 @@ class Signal(Statement):
 
     Epochs count from 1 in every call. Each epoch of a flag is sent once, after all lower epochs of the flag.
 
-    Without `by 1 sms` the stream itself sets the flag. Before it sets the flag, the GPU waits until all its writes to
+    Without `by 1 sms` the stream itself sets the flag. Before the flag is set, the GPU waits until all its writes to
     peers have arrived, including the writes of other streams. During this wait the GPU starts no other copy, so there
     are gaps between copies. With `by 1 sms` a kernel sets the flag, while copies of other streams continue. A `matmul`
     that waits for blocks leaves one SM free for signals by SMs that were issued before the `matmul`. But a collective,

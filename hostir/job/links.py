@@ -46,10 +46,13 @@ class RankEvent(NamedTuple):
     """An event that a rank reports to all ranks.
 
     Fields:
-        what: the type of the event. `failed`: a call of the rank has failed. `abandoned`: a call of the rank has
-            failed, and peers may already have noticed its beginning. `back`: the rank makes calls again after a
-            failure. `done`: the rank has made its last call. `died`: the process of the rank has ended, or its host is
-            lost. `misaligned`: the rank reports that some rank may run a call that another rank does not make.
+        what: the type of the event.
+            `failed`: a call of the rank has failed.
+            `abandoned`: a call of the rank has failed, and peers may already have noticed its beginning.
+            `back`: the rank makes calls again after a failure.
+            `done`: the rank has made its last call.
+            `died`: the process of the rank has ended, or its host is lost.
+            `misaligned`: the rank reports that some rank may run a call that another rank does not make.
         rank: the rank.
         words: details, for messages.
         renewals: for `abandoned`, the number of times that the ranks had renewed their shared state before the call.

@@ -141,7 +141,7 @@ class Session:
         self.watchdog = watchdog(self.store, self.rank, self.size, self.timeout, KEEPALIVE.get())
 
     def exchange(self, key: str, mine: str, timeout: float | None = None, where: str = "") -> list[str]:
-        """Post this rank's text under a key, wait for all ranks, and return the texts of all ranks in their order.
+        """Post this rank's text under a key, wait for all ranks, and return the texts of all ranks, by rank.
 
         A second use of a key is a separate exchange. Raise a HostIRError that names the ranks that do not arrive.
 
