@@ -116,11 +116,12 @@ def lower(
     Args:
         fusion: a `hostir.Fusion`, or a program in the fusion phase.
         strategy: `sequential` runs each communication and computation unsliced, on the caller's stream. `pipeline`
-            slices statements along the Stream axis and runs the slices in a loop over worker streams. Three strategies
-            replace an allgather of the rows of a matmul by copies, and slice nothing else: `ring` copies from one peer
-            after another and multiplies each shard. With `fused` and `push`, every rank copies its shard to the others,
-            and one matmul starts on each shard when it arrives; copy engines copy in `fused`, a few SMs in `push`.
-            `auto` takes the fastest strategy, as `compile` does.
+            slices statements along the Stream axis and runs the slices in a loop over worker streams. `ring`, `fused`
+            and `push` replace the all-gather or reduce-scatter of a matmul's rows by copies, and slice no other
+            statement. In an all-gather with `ring`, a rank copies from one peer after another, and multiplies each
+            shard. With `fused` and `push`, every rank copies its shard to all other ranks, and one matmul computes each
+            shard when the shard has arrived. In `fused`, copy engines copy. In `push`, a few SMs copy. `auto` takes the
+            fastest strategy, as `compile` does.
         streams: the maximum number of worker streams; 4 by default. Leave it out with `auto`, which chooses it.
         watch: called after each pass with the name of the pass and the program that it returned.
         sizes: values of the fusion's symbols, for which `auto` chooses.
@@ -149,7 +150,7 @@ def check(
     sizes: Mapping[str, int] | None = None,
     calls: int | None = None,
 ) -> list[Diagnostic]:
-    """Return all findings about a fusion or a program, in program order, with warnings last.
+    """Return all findings about a fusion or a program: first errors, then warnings, both in program order.
 
     The list is empty for a correct program.
 
@@ -158,12 +159,13 @@ def check(
 
     Args:
         program: the program to check.
-        ranks: the expected number of ranks. It is a finding if the program has another number.
+        ranks: the expected number of ranks. If the program has another number of ranks, this is a finding.
         sizes: values of symbols. Symbols that are left out get small values that fit.
-        calls: the number of consecutive calls to check, up to 32; by default enough to represent any number of calls.
+        calls: the number of consecutive calls to check, up to 32. The default is large enough to represent any number
+            of calls.
 
     Every error in the program is a finding, even if the program was built in Python. Raises HostIRError only for wrong
-    arguments: for an object that is not a program, and for sizes or calls that are not integers.
+    arguments, such as an object that is not a program, or sizes or calls that are not integers.
     """
     from hostir.check import check as check_program
     from hostir.check import check_calls
@@ -200,7 +202,7 @@ def run(
     check: bool = True,
     timeout: float | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Lower a fusion and run it once on unsharded tensors; a host program runs as it is.
+    """Lower a fusion and run it once on unsharded tensors. A host program runs without being lowered.
 
     Outside torchrun the ranks are simulated. Under torchrun every rank passes the same inputs and gets the same
     outputs. Make an `Executor` to run a program more than once, or on parts of tensors. Returns one unsharded tensor

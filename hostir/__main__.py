@@ -254,7 +254,7 @@ def _report(problem: HostIRError) -> int:
 def _joined_a_job() -> bool:
     """Return True if this rank has begun to join a job.
 
-    Before it joins, every rank of a host reads the same files, and so raises the same errors.
+    Before that, all ranks of a host read the same files, so they raise the same errors.
     """
     session = sys.modules.get("hostir.job.session")
     return session is not None and session.begun
@@ -269,7 +269,7 @@ def _print_error(text: str) -> None:
 
 
 def _drop(stream: TextIO) -> None:
-    """Redirect a stream to /dev/null. Otherwise Python would fail at exit, when it writes what is still buffered."""
+    """Redirect a stream to /dev/null. Otherwise Python would fail at exit, when it writes the buffered text."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 

@@ -94,7 +94,7 @@ class Knob(Generic[T]):
     def check(self, value: object, source: str, span: Span | None = None) -> T:
         """Convert a value to the knob's type, and return it.
 
-        None and an empty text, as in ``HOSTIR_SPEC= hostir ...``, give the default.
+        If the value is None or an empty text, as in ``HOSTIR_SPEC= hostir ...``, return the default.
 
         Raises HostIRError for an invalid value. The message names ``source``: a keyword, or the environment variable.
         """
@@ -106,7 +106,7 @@ class Knob(Generic[T]):
 
 
 def set_by_launcher(variable: str, default: int) -> int:
-    """Return the number in an environment variable that a launcher such as torchrun sets, or `default` without it.
+    """Return the number in an environment variable that a launcher such as torchrun sets; `default` if it is not set.
 
     Raises HostIRError if the variable holds no number.
     """
@@ -239,8 +239,8 @@ KNOBS: tuple[Knob[Path | None] | Knob[int] | Knob[int | None] | Knob[float] | Kn
 def check_environment() -> None:
     """Raise HostIRError for an environment variable with an invalid value, and warn of unknown variables HOSTIR_...
 
-    Executors and the command line call it first. So a mistake is reported even if its knob is never read. An unknown
-    variable causes only a warning, because another version or another program may use it.
+    Executors and the command line call this function first. So an invalid value is reported even if its knob is never
+    read. An unknown variable causes only a warning, because another version or another program may use it.
     """
     names = [knob.name for knob in KNOBS]
     for name in sorted(name for name in os.environ if name.startswith(PREFIX) and name not in names):
@@ -254,8 +254,8 @@ def check_environment() -> None:
 def scope(**values: object) -> AbstractContextManager[None]:
     """Set knobs for the calls inside the block: `with hi.knobs.scope(spec=2, kernels="aten")`.
 
-    The keyword of a knob is the name of its variable in docs/environment.md, in lower case and without HOSTIR_. None
-    sets the default. Raises HostIRError for an unknown keyword or an invalid value, and then sets no knob.
+    The keyword of a knob is the name of its variable in docs/environment.md, in lower case and without HOSTIR_. The
+    value None sets the default. Raises HostIRError for an unknown keyword or an invalid value; then no knob is set.
     """
     knobs = {knob.keyword: knob for knob in KNOBS}
     for keyword, value in values.items():

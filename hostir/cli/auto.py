@@ -23,7 +23,7 @@ def choice_for(fusion: Program, sizes: Mapping[str, int], options: Namespace) ->
     """Choose the strategy for a fusion at given sizes; return the choice.
 
     For `hostir run`, choose for the ranks that will run the program. For other commands, choose as `hostir explain`
-    does. No warning is issued about fallbacks, because the caller prints them.
+    does. No warning is issued about a fallback, because the caller prints the choice and its fallback.
     """
     if options.command == "run":
         machine = {"cpu": "gloo", "cuda": "cuda", None: None}[options.device] if launched() else None

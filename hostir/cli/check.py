@@ -73,7 +73,10 @@ def _check_options(options: Namespace) -> None:
 
 
 def _sizes_of(program: Program, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the items of `sizes` that the program uses. Raise HostIRError for a name that it does not have."""
+    """Return the items of `sizes` that the program uses.
+
+    Raise HostIRError for a name that the program does not have.
+    """
     sizes = program.given_sizes(sizes)
     return {name: value for name, value in sizes.items() if name in program.size_names}
 

@@ -112,7 +112,7 @@ def _us(time: float | None) -> str:
 
 
 def explain_command(program: Program, sizes: Mapping[str, int], options: Namespace) -> int:
-    """Print the choice for a fusion; if a size is free, print the choice for each range of it. Return the exit code."""
+    """Print the choice for a fusion, or for each range of sizes if a size is free; return the exit code."""
     fusion = fusion_of(program)
     free = free_sizes(fusion, sizes)
     if not free:

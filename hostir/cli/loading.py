@@ -34,8 +34,8 @@ STDIN = (STANDARD, "/dev/stdin")
 def check_readable(file: str) -> None:
     """Raise HostIRError if a program cannot be read from a file.
 
-    This holds for a missing file, a folder and a device. In a job of several ranks, it also holds for standard input
-    and for a pipe: they can be read only once, but every rank reads the program.
+    A program cannot be read from a missing file, a folder or a device. In a job of several ranks, it cannot be read
+    from standard input or a pipe either. Every rank reads the program, but such an input can be read only once.
     """
     several = set_by_launcher("WORLD_SIZE", 1) > 1
     if file == STANDARD:
@@ -248,8 +248,8 @@ def _fusions(module: ModuleType) -> dict[str, Fusion | Callable[..., Fusion]]:
 def _arguments(function: Callable[..., Fusion], assignments: Mapping[str, str], ranks: int | None) -> dict[str, Any]:
     """Return the arguments for a call of the function that makes a fusion, by name.
 
-    Their values come from `--set` and `--ranks`. A parameter without a value is left out if it has a default. Otherwise
-    raise HostIRError. `*args` and `**kwargs` are always left out.
+    The values come from `--set` and `--ranks`. A parameter without a value is left out if it has a default. If it has
+    no default, raise HostIRError. `*args` and `**kwargs` are always left out.
     """
     parameters = inspect.signature(function).parameters
     arguments: dict[str, Any] = {}

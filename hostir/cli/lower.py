@@ -116,7 +116,8 @@ class _Drawing:
     def record(self, s: Statement, node: str) -> None:
         """Record `node` as the node that computes the results of a statement.
 
-        The result of an asynchronous communication is recorded twice: for its start, then for its wait.
+        The result of an asynchronous communication is recorded twice: first with the node that starts the
+        communication, then with the node that waits for it.
         """
         if isinstance(s, ViewStatement):
             self.roots[s.out.name] = self.roots.get(s.x.name, s.x.name)
@@ -131,8 +132,8 @@ class _Drawing:
     def stream_name(self, stream: Expr) -> str:
         """Return the name of a stream.
 
-        If `stream` is the result of a `current_stream` statement, it is the stream that was current there. Otherwise
-        the name is `stream` with the expression, such as `stream 0`.
+        If `stream` is the result of a `current_stream` statement, return the name of the stream that was current at
+        this statement. Otherwise return the word `stream` and the expression, such as `stream 0`.
         """
         name = self.streams.get(stream.value.name) if isinstance(stream, Ref) else None
         return name or f"stream {stream}"
@@ -140,7 +141,8 @@ class _Drawing:
     def latest(self, stream: str) -> list[str]:
         """Return the latest nodes of a stream.
 
-        A stream with a computed index may be any stream of the pool. So the result then has the nodes of all of them.
+        A stream with a computed index may be any stream of the pool. For such a stream, the result holds the latest
+        nodes of all streams of the pool.
         """
         if stream == CALLER:
             return self.last[CALLER]

@@ -15,7 +15,7 @@ from hostir.lower import AUTO, lower, passes_of
 def load_to_lower(options: Namespace) -> tuple[Program, dict[str, int]]:
     """Load the program and the sizes as `load_named` does.
 
-    Raises HostIRError for invalid `--strategy` and `--streams`, and if one of them is given for a host program.
+    Raises HostIRError if `--strategy` or `--streams` is invalid, or if either option is given for a host program.
     """
     program, sizes = load_named(options)
     if program.phase is Phase.HOST and (options.strategy is not None or options.streams is not None):

@@ -87,7 +87,7 @@ class ReferenceEntry:
 
     Fields:
         keyword: the statement's keyword in the text.
-        forms: the texts of the statement. Each is a pair: the phases in which the text is used, and the text.
+        forms: the syntax of the statement. Each item is a pair: the phases with this syntax, and the syntax as text.
         doc: the description.
         example: an example of the statement.
         fields: the fields of the statement, grouped by codec. Each group is a pair: the meaning of the codec, and the
@@ -131,7 +131,8 @@ def sections() -> dict[str, list[ReferenceEntry]]:
 def table() -> str:
     """Return the reference for a terminal, with one line for each statement.
 
-    The line shows the statement's text in a host program. A statement that only fusions have is shown as in a fusion.
+    The line shows the statement's syntax in a host program. If only fusions have the statement, it shows the syntax in
+    a fusion.
     """
     width = max(len(e.forms[-1][1]) for entries in sections().values() for e in entries)
     blocks = [

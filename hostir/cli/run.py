@@ -47,8 +47,8 @@ def run_command(source: Program, program: Program, sizes: dict[str, int], option
     its reference. Raises HostIRError if `source` has no reference.
 
     Args:
-        source: the program that the user named: the fusion from which `program` was lowered, or `program` itself. It
-            defines the reference results. If it has statements for single ranks, the reference is a run of simulated
+        source: the program that the user named. It is `program` itself, or the fusion from which `program` was lowered.
+            It defines the reference results. If it has statements for single ranks, the reference is a run of simulated
             ranks in program order.
         program: the host program to run.
         sizes: the sizes that `--set` binds.
@@ -164,7 +164,10 @@ Results = Sequence[Sequence[Parts]]  # results[call][output]: the parts of all r
 
 
 def _assembled(program: Program, parts: Sequence[Parts], sizes: Mapping[str, int]) -> list[torch.Tensor]:
-    """Assemble the parts of all ranks to the unsharded outputs of one call. Partial sums are added without rounding."""
+    """Combine the parts of all ranks into the unsharded outputs of one call.
+
+    Partial sums are added without rounding.
+    """
     outputs = zip(program.outputs, parts, strict=True)
     return [assemble(part, value.tensor, sizes, rounded=False) for value, part in outputs]
 
@@ -268,8 +271,8 @@ def _compared(
     All ranks call it together. Each rank computes the squared error of its own parts. The ranks exchange these numbers
     and add them.
 
-    An output that is a partial sum is different. Every rank gathers the addends of all ranks, and adds them without
-    rounding the sum. It compares the sum with the reference.
+    If an output is a partial sum, every rank gathers the addends of all ranks, adds them without rounding the sum, and
+    compares the sum with the reference.
 
     Args:
         job: the session of this rank.
@@ -297,7 +300,7 @@ def _compared(
 
 
 def _squared_error(part: torch.Tensor | None, expected: torch.Tensor | None) -> float:
-    """Return the sum of the squared differences between a part and its expected elements; 0 without a part."""
+    """Return the sum of the squared differences between a part and its expected elements; 0 if there is no part."""
     if part is None or expected is None:
         return 0.0
     return float(torch.linalg.vector_norm(part.to(expected.dtype) - expected)) ** 2
@@ -311,7 +314,10 @@ def copies(type: TensorType) -> int:
 
 
 def _worse(old: list[Comparison], new: list[Comparison]) -> list[Comparison]:
-    """Return the worse comparison for each output: the comparison with the larger quotient of error and bound."""
+    """Return, for each output, the worse of its two comparisons.
+
+    The worse comparison has the larger quotient of error and bound.
+    """
     if not old:
         return new
     pairs = zip(old, new, strict=True)
@@ -332,7 +338,7 @@ def _report(
     Args:
         program: the program that ran.
         where: the ranks that ran it, as text.
-        kernels: the name of the kernels that computed.
+        kernels: the name of the kernels that ran.
         compared_with: the description of the reference.
         comparisons: the comparison of each output; empty without `--compare`.
         options: the options of the command line.
@@ -365,10 +371,10 @@ def rehearsed(
 ) -> tuple[torch.Tensor, ...]:
     """Run one call on simulated ranks in program order, and return the unsharded outputs.
 
-    They are the reference outputs of a program with statements for single ranks. `reference` runs statements on
+    These are the reference outputs of a program with statements for single ranks. `reference` runs statements on
     unsharded tensors, and cannot run such a program, because its ranks do different things. A comparison with these
-    outputs shows if a run computes something else than the statements say. It shows neither wrong statements nor races.
-    `hostir check` finds races.
+    outputs shows whether a run computes what the statements say. The comparison does not show wrong statements or
+    races. `hostir check` finds races.
 
     The arguments are the same as for `reference`. Partial sums are added in float64 and not rounded, for every `dtype`.
     Raises HostIRError if the inputs do not fit, if simulated ranks cannot run the program, and if the copies of an

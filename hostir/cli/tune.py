@@ -38,7 +38,7 @@ class Case:
 
 
 def check_started(command: str) -> None:
-    """Raise HostIRError if torchrun did not start this process, because there are no ranks to measure.
+    """Raise HostIRError if torchrun did not start this process, because then there are no ranks to measure.
 
     `command` is the file argument of `hostir tune`. The hint shows it.
     """
@@ -69,10 +69,10 @@ def tune_command(cases: Sequence[Case], options: Namespace) -> int:
 
 
 def _bound(case: Case, job: Session, options: Namespace) -> list[Case]:
-    """Replace a case with a free size by cases in which this size has a value; return the cases.
+    """Return cases in which every size has a value.
 
-    There is one case for each value at which `hi.compile` chooses a strategy. If no size is free, return only the case
-    itself.
+    If the case has a free size, return one case for each value of this size at which `hi.compile` chooses a strategy.
+    If no size is free, return only the case itself.
     """
     if not free_sizes(case.fusion, case.sizes):
         return [case]
@@ -111,7 +111,8 @@ def _tune(case: Case, job: Session, options: Namespace, begin: Begin) -> list[st
 def _measured_row(case: Case, choice: Choice, when: str) -> list[str]:
     """Return the row of the table for a case.
 
-    It shows the fastest candidate, its time, the time of the sequential strategy, and `when` they were measured.
+    It shows the fastest candidate, its time, the time of the sequential strategy, and the text `when`, which says when
+    these times were measured.
     """
     sequential = next((f"{t.us:.1f}" for t in choice.timings if t.candidate.strategy == SEQUENTIAL), "-")
     streams = str(choice.streams) if choice.streams > 1 else "-"
@@ -119,7 +120,7 @@ def _measured_row(case: Case, choice: Choice, when: str) -> list[str]:
 
 
 def _keep(job: Session, key: Mapping[str, Any], name: str, entries: cache.Entries) -> None:
-    """Save measurements to the cache. All ranks call it together, and rank 0 writes.
+    """Save measurements to the cache. All ranks call this together, but only rank 0 writes to the cache.
 
     If writing fails, all ranks raise HostIRError.
     """

@@ -28,8 +28,8 @@ def witnesses(
     Return a dictionary from the index of a finding to the seed and the failure message of a run that shows it. A
     finding that no run shows has no entry. `hostir run --no-check --repeat CALLS --schedule-seed SEED` repeats a run.
 
-    A run that hangs or raises shows all findings. A run with wrong results shows a race only if the second access came
-    before the first. It shows all findings of other categories.
+    A run that hangs or raises shows all findings. A run with wrong results shows a race only if the second access of
+    the race came before the first access. Such a run shows all findings of other categories.
     """
     inputs = [random_inputs(program, sizes, turn) for turn in range(calls)]
     if sum(x.numel() for x in inputs[0]) > MAX_ELEMENTS:
@@ -60,7 +60,7 @@ def witnesses(
 
 
 def _access_positions(tasks: Sequence[Task]) -> dict[TaskKey, list[int]]:
-    """Return the positions in a run at which statements accessed memory.
+    """Return the positions in a run at which tasks accessed memory, by the key of the task.
 
     Args:
         tasks: the tasks of the run, in the order in which they ran. A position is an index of this sequence.
@@ -75,7 +75,8 @@ def _access_positions(tasks: Sequence[Task]) -> dict[TaskKey, list[int]]:
 def _overtaken(finding: Finding, positions: Mapping[TaskKey, list[int]]) -> bool:
     """Return True if a run with wrong results shows the finding.
 
-    For a race, the second access must have come before the first. For all other findings, return True.
+    If the finding is a race, return True only if its second access came before its first access. For all other
+    findings, return True.
     """
     if finding.category != "race":
         return True

@@ -1,4 +1,4 @@
-"""Define the functions that users call to build a fusion. Each adds an input or a statement, and returns a tensor.
+"""Define the functions with which users build a fusion. Each adds an input or statements, and returns the result.
 
 The fusion being built is the fusion of the innermost `with hi.Fusion(...)` block.
 """
@@ -57,7 +57,7 @@ def linear(a: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return `a[..., K] @ weight[N, K]^T + bias[N]`, of shape `[..., N]`, as `torch.nn.Linear` does.
 
     Operands and result have the same dtype. Sums are accumulated in f32, or in f64 if the operands are f64. Raises
-    HostIRError if sizes or dtypes do not fit.
+    HostIRError if the sizes or dtypes of the operands do not fit each other.
     """
     span = user_span()
     added = None if bias is None else operand(bias, span)
@@ -73,13 +73,14 @@ def scaled_matmul(
     bias: Tensor | None = None,
     fast: bool = False,
 ) -> Tensor:
-    """Return `(a * scale_a)[..., K] @ (b * scale_b)[K, N] + bias[N]` of fp8 operands. The shape is `[..., N]`.
+    """Return `(a * scale_a)[..., K] @ (b * scale_b)[K, N] + bias[N]` for fp8 operands. The shape is `[..., N]`.
 
-    The two scales are f32. They have the same granularity, which determines their shapes:
+    Both scales are f32. They have the same granularity, which determines the shapes of `scale_a` and `scale_b`:
 
     - tensor-wise: each scale has one element;
-    - row-wise: `[..., 1]` with the rows of `a`, and `[1, N]`;
-    - block-wise: `[..., K/128]` and `[K/128, N/128]`.
+    - row-wise: `[..., 1]`, one scale for each row of `a`, and `[1, N]`, one scale for each column of `b`;
+    - block-wise: `[..., K/128]`, one scale for 128 elements of a row of `a`, and `[K/128, N/128]`, one scale for 128 x
+      128 elements of `b`.
 
     If K is sharded over R ranks, each rank may have separate tensor-wise or row-wise scales. Then the shapes are
     `[..., R]` and `[R, ...]`, sharded like K. Sums are accumulated in f32. Raises HostIRError for other dtypes, and for
@@ -116,20 +117,21 @@ def quantize(
 ) -> tuple[Tensor, Tensor]:
     """Convert `x` to fp8; return the fp8 tensor and its f32 scales: `q, scale = quantize(x)`.
 
-    `x` is about `q * scale`. A scale is `max(amax / max, 2^-126)`. `amax` is the largest absolute value of the elements
-    that share the scale. `max` is the largest value of the dtype: 448 for `f8e4m3`, 57344 for `f8e5m2`. `q` is
-    `x / scale` in f32, limited to the dtype's range and rounded to nearest even. If all elements are zero, the scale is
-    2^-126 and `q` is zero.
+    `x` is about `q * scale`. A scale is `max(amax / limit, 2^-126)`. `amax` is the largest absolute value of the
+    elements that share the scale. `limit` is the largest value of the dtype: 448 for `f8e4m3`, 57344 for `f8e5m2`. `q`
+    is `x / scale` in f32, limited to the dtype's range and rounded to nearest even. If all elements are zero, the scale
+    is 2^-126 and `q` is zero.
 
-    Elements that share a scale with a NaN become NaN. An infinity makes the scale infinite. The infinity itself becomes
-    NaN, and the other elements with this scale become zero. A product with a NaN or an infinite scale is NaN.
+    A NaN turns all elements with the same scale into NaN. An infinity makes its scale infinite. Then the infinity
+    itself becomes NaN, and the other elements with this scale become zero. A product with a NaN or an infinite scale is
+    NaN.
 
     Args:
         x: the tensor to convert.
         dtype: `f8e4m3` or `f8e5m2`.
         scales: the elements that share a scale: `tensor` for all elements, `rows` for the elements of a row, `blocks`
-            for 128 consecutive elements of a row. With `tensor`, the ranks of a sharded tensor gather the scales of its
-            rows, so that all of them use the largest.
+            for 128 consecutive elements of a row. With `tensor`, the ranks of a sharded tensor gather the scales of all
+            rows, so that every rank uses the largest scale.
         scale: the scale to use, for example from earlier batches. If it is given, no scale is computed. Its shape is
             `[1, ..., 1]`, `[..., 1]` or `[..., K/128]`.
     """
@@ -175,7 +177,7 @@ def mul(x: Tensor | float, y: Tensor | float) -> Tensor:
 
 
 def with_number(x: Any, y: Any, span: Span | None) -> tuple[Any, float | None]:
-    """Return the tensor among the two operands of a function, and the other operand if it is a number, as a float.
+    """Return the tensor among two operands, and the other operand as a float if it is a number.
 
     If neither operand is a number, return `x` and None. Raise HostIRError for a number that is not finite.
     """
@@ -197,7 +199,11 @@ def finite(value: Real, span: Span | None) -> float:
 
 
 def _subtract(x: Any, y: Any) -> Tensor:
-    """Add statements that compute `x - y`: a negation of `y`, which is exact, and a sum. Return the result."""
+    """Append to the fusion the statements that compute `x - y`; return the result.
+
+    If `y` is a number, one statement adds `-y` to `x`. Otherwise one statement negates `y`, which is exact, and another
+    statement adds the two tensors.
+    """
     span = user_span()
     tensor, number = with_number(x, y, span)
     if number is not None and tensor is x:
@@ -208,7 +214,10 @@ def _subtract(x: Any, y: Any) -> Tensor:
 
 
 def _divide(x: Any, y: Any) -> Tensor:
-    """Add a statement that computes `x / y` for a number `y`: a product with the inverse of `y`. Return the result."""
+    """Append to the fusion a statement that computes `x / y` for a number `y`; return the result.
+
+    The statement multiplies `x` by `1 / y`.
+    """
     span = user_span()
     tensor, number = with_number(x, y, span)
     if number is None or tensor is y:
@@ -238,7 +247,7 @@ def silu(x: Tensor) -> Tensor:
 
 
 def cast(x: Tensor, dtype: Any) -> Tensor:
-    """Convert the elements to another dtype, rounded to nearest even; return the converted tensor.
+    """Convert the elements to another dtype, with rounding to nearest even; return the converted tensor.
 
     `dtype` is a dtype that `tensor` accepts. A cast to fp8 converts as torch does, without a scale. To convert with a
     scale, use `quantize`. Raises HostIRError for an unknown dtype.
@@ -308,10 +317,11 @@ def permute(x: Tensor, axes: Sequence[int]) -> Tensor:
 
 
 def reshard(x: Tensor) -> Tensor:
-    """Return the tensor with another sharding, or on another mesh. Annotate the result with its mesh and its sharding.
+    """Return the tensor with another sharding, or on another mesh.
 
-    Lowering inserts the communication. A result without annotation is replicated. If `x` is a partial sum, declared
-    with `x.partial(mesh)`, the terms of all ranks are added.
+    Users annotate the result with its mesh and its sharding. Lowering inserts the communication. A result without
+    annotation is replicated. If `x` is a partial sum, declared with `x.partial(mesh)`, the terms of all ranks are
+    added.
     """
     value = operand(x, user_span())
     return apply(comm_ops.Reshard, value.tensor.shape, x=value)

@@ -66,7 +66,7 @@ class Fusion:
     def output(self, *tensors: Tensor) -> None:
         """Declare tensors as outputs. A call returns the outputs in the order in which they are declared.
 
-        Raises HostIRError for a tensor of another fusion, for an input, and for a tensor that is an output already.
+        Raises HostIRError for a tensor of another fusion, for an input, and for a tensor that is already an output.
         """
         span = user_span()
         for t in tensors:
@@ -132,7 +132,7 @@ class Fusion:
 
 
 def check_name(name: object, what: str, span: Span | None) -> None:
-    """Raise if `name` is not a valid name. `what` is the noun in the message for the named object, such as "tensor"."""
+    """Raise if `name` is not a valid name. `what` is the word for the named object in the message, such as "tensor"."""
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise error(
             f"{described(name)} cannot name {what}", span, expected="letters, digits and _, not starting with a digit"
@@ -166,7 +166,10 @@ def dtype_name(dtype: Any) -> str:
 
 
 def operand(t: Any, span: Span | None) -> Value:
-    """Return the value of a tensor, for a statement. Raise if it does not belong to the fusion being built."""
+    """Return the value that stands for a tensor in statements.
+
+    Raise if the tensor does not belong to the fusion being built.
+    """
     fusion = building(span)
     if not isinstance(t, Tensor):
         raise error(f"not a tensor: {described(t)}", span, expected="a tensor of this fusion")
@@ -177,7 +180,7 @@ def operand(t: Any, span: Span | None) -> Value:
 
 
 def apply(cls: type[Any], shape: Sequence[Size] | None = None, name: str = "", **fields: Any) -> Tensor:
-    """Add a statement of class `cls` to the fusion being built, and return its result.
+    """Append a statement of class `cls` to the fusion being built, and return the result of the statement.
 
     Args:
         cls: the class of the statement.
@@ -203,7 +206,10 @@ def apply(cls: type[Any], shape: Sequence[Size] | None = None, name: str = "", *
 
 
 def _assigned(span: Span | None, otherwise: str) -> str:
-    """Return the name of the variable to which the user's line assigns. If it assigns to none, return `otherwise`."""
+    """Return the name of the variable to which the user's line assigns the result of the call at `span`.
+
+    If the line does not assign this result to a variable, return `otherwise`.
+    """
     if span is None or not span.column:
         return otherwise
     before, after = span.text[: span.column - 1], span.text[span.column - 1 + span.width :]

@@ -17,8 +17,8 @@ class ParallelType(Enum):
     """The way in which a tensor axis is distributed.
 
     `DIDx` and `DIDy` shard the axis over an axis of the mesh: `DIDx` is the last axis of the mesh, and `DIDy` is the
-    axis before it. `Stream` does not shard: it divides the tensor axis into slices. The `pipeline` strategy
-    communicates one slice while it computes another slice on another stream.
+    axis before it. `Stream` does not shard the axis, but divides it into slices. The `pipeline` strategy communicates
+    one slice and at the same time computes another slice on another stream.
     """
 
     DIDx = "didx"

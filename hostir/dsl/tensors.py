@@ -32,7 +32,7 @@ class TensorShape(tuple[Size, ...]):
 
 @dataclass
 class LoopAxis:
-    """An axis of a tensor, as `Tensor.axis` returns it. If an axis was split, both results of the split are axes."""
+    """An axis of a tensor, as `Tensor.axis` returns it. An axis that was split is replaced by its two parts."""
 
     tensor: Tensor
     position: int
@@ -53,7 +53,7 @@ class Tensor:
     """A tensor of a fusion: an input or a result, with the splits and the sharding of its axes.
 
     `x @ y`, `x + y` and `x * y` are `hi.matmul`, `hi.add` and `hi.mul`. `x - y` and `-x` work, too. `x / 3` multiplies
-    by 1/3. With `+`, `-` and `*`, one side may be a number.
+    by 1/3. One operand of `+`, `-` and `*` may be a number.
 
     If a tensor has a mesh, its axes declare its sharding. The sharding of a tensor without a mesh is inferred from the
     inputs.
@@ -82,18 +82,18 @@ class Tensor:
     def axis(self, position: int) -> LoopAxis:
         """Return the axis at a position, for example to shard it: `t.axis(0).parallelize(hi.ParallelType.DIDx)`.
 
-        If an axis was split, both results of the split are axes. A negative position counts from the end. Raises
-        HostIRError if there is no such axis.
+        An axis that was split is replaced by its two parts, which have positions of their own. A negative position
+        counts from the end. Raises HostIRError if there is no such axis.
         """
         self._loop_at(position, user_span())
         return LoopAxis(self, position % len(self._loop))
 
     def set_device_mesh(self, mesh: DeviceMesh) -> None:
-        """Put the tensor on a mesh. From then on its axes declare its sharding, and it is no longer inferred.
+        """Put the tensor on a mesh. From then on its axes declare its sharding, and the sharding is no longer inferred.
 
         An axis that is not parallelized is not sharded. Raises HostIRError if an earlier annotation of the tensor does
-        not fit the mesh: it names a mesh axis that the mesh does not have, or the number of ranks does not divide the
-        tensor axis.
+        not fit the mesh. It does not fit if it names an axis that the mesh does not have, or if the number of ranks
+        does not divide the tensor axis.
         """
         span = user_span()
         if not isinstance(mesh, DeviceMesh):
@@ -114,8 +114,8 @@ class Tensor:
     def split(self, position: int, outer: SizeLike) -> None:
         """Split an axis of size E into two axes: an outer axis of size `outer`, and an inner axis of size E / outer.
 
-        The positions of all axes after it increase by one. `shape` does not change. Raises HostIRError if `outer` does
-        not divide E, and if the axis is parallelized already.
+        The positions of all axes after the split axis increase by one. `shape` does not change. Raises HostIRError if
+        `outer` does not divide E, and if the axis is parallelized already.
         """
         span = user_span()
         k, factor = self._loop_at(position, span)
@@ -131,8 +131,8 @@ class Tensor:
     def shard(self, axis: int, mesh: DeviceMesh, on: ParallelType | str = ParallelType.DIDx) -> Tensor:
         """Shard an axis over the mesh in equal contiguous blocks, and return the tensor.
 
-        This is short for `set_device_mesh(mesh)` and `axis(axis).parallelize(on)`, and raises the same errors. If the
-        axis has E elements, rank r of n ranks holds the elements from r * E/n up to (r + 1) * E/n.
+        `t.shard(axis, mesh, on)` calls `t.set_device_mesh(mesh)` and `t.axis(axis).parallelize(on)`, and raises their
+        errors. If the axis has E elements, rank r of n ranks holds the elements from r * E/n up to (r + 1) * E/n.
         """
         self.set_device_mesh(mesh)
         self._mark(axis, on, user_span())
@@ -141,9 +141,9 @@ class Tensor:
     def partial(self, mesh: DeviceMesh, on: ParallelType | str = ParallelType.DIDx) -> Tensor:
         """Declare that the tensor is a sum, and that each rank along a mesh axis holds one term; return the tensor.
 
-        Each term has the shape of the tensor, or of a rank's part if axes are sharded over another mesh axis.
-        `hi.reshard` to a replicated tensor is an all-reduce, and to a tensor sharded over `on` it is a reduce-scatter.
-        If a computation needs the sum, the terms are reduced before it.
+        Each term has the shape of the tensor, or of a rank's part if axes are sharded over another mesh axis. If
+        `hi.reshard` makes the tensor replicated, it is an all-reduce. If it makes the tensor sharded over `on`, it is a
+        reduce-scatter. If a computation needs the sum, lowering adds up the terms before this computation.
 
         This sets the mesh, and raises the errors of `set_device_mesh`. It also raises HostIRError if the mesh has no
         axis `on`, or if an axis of the tensor is sharded over `on`.

@@ -1,7 +1,7 @@
 """Define communication statements. They change how a tensor is spread over ranks, but not the unsharded tensor.
 
 The types of the operand `x` and the result `out` determine which parts move between ranks. In a fusion, a communication
-defines its result. In a host program, it writes a buffer and returns a handle, for which a later statement waits:
+defines its result. In a host program, it writes a buffer and defines a handle. A later statement waits for the handle:
 
     %h = allgather %x -> %y over didx
     wait %h
@@ -50,7 +50,7 @@ class Reshard(Statement):
 
 
 def elements(*values: Value) -> tuple[Shape, ...]:
-    """Return the shape `(n,)` for each tensor, where n is the number of elements in the part of one rank."""
+    """Return one shape `(n,)` for each tensor, where n is the number of elements that one rank holds."""
     return tuple((product(value.tensor.local_shape),) for value in values)
 
 
@@ -58,8 +58,8 @@ def elements(*values: Value) -> tuple[Shape, ...]:
 class Communication(Statement):
     """The base class of communications.
 
-    In a host program, `x` and `out` are dense, and the axis that moves is outermost. Lowering ensures both. In a
-    fusion, any axis may move, and a communication has no handle.
+    In a host program, `x` and `out` are dense, and the axis whose sharding changes is outermost. Lowering ensures both.
+    In a fusion, the sharding of any axis may change, and a communication has no handle.
     """
 
     phases: ClassVar[frozenset[Phase]] = BOTH
@@ -95,7 +95,7 @@ class Communication(Statement):
         return tuple(dict.fromkeys(tuple(sorted(self.exchange(device).team)) for device in devices))
 
     def exchange(self, rank: int) -> Exchange:
-        """Return the part of `rank` in this communication: its team, and the messages that it sends and receives."""
+        """Return the `Exchange` of `rank`: the team of the rank, and the messages that the rank sends and receives."""
         raise AssertionError(type(self).__name__)
 
     def verify(self) -> None:
@@ -265,7 +265,7 @@ class Transfer(Communication):
 
     @cached_property
     def _exchanges(self) -> dict[int, Exchange]:
-        """A map from each rank that sends or receives a message to the `Exchange` of this rank."""
+        """A map from a rank to its `Exchange`. It contains every rank that sends or receives a message."""
         moves: dict[int, list[Move]] = {}
         for move in self.moves(*self._meshes):
             for rank in {move.source, move.target}:

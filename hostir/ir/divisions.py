@@ -1,4 +1,4 @@
-"""Collect the divisions of sizes that must have an integer result, and report sizes for which they do not.
+"""Collect the quotients of sizes that must be integers, and report sizes that make a quotient a fraction.
 
 For example, a size M that is sharded over 8 ranks needs the division M/8.
 """
@@ -17,9 +17,9 @@ from hostir.ir.types import TensorType
 def divisions_of(inputs: Iterable[Value], statements: Iterable[Statement]) -> tuple[Division, ...]:
     """Return every `Division` that a program needs.
 
-    Several values and statements may need the same quotient, each with a reason for messages. The division with the
-    reason that helps users most comes first in the result. A Stream axis of a fusion adds no division, because it is
-    only a request to the strategy to use slices.
+    Several values and statements may need the same quotient. Then the result has a `Division` for each of them, because
+    each has another reason for messages. The `Division` with the most helpful reason comes first. A Stream axis of a
+    fusion adds no division. It only asks the strategy to use slices.
     """
     statements = tuple(statements)
     named = {id(v): v for v in (*inputs, *(v for s in statements for v in s.named))}
@@ -43,7 +43,7 @@ def _axes(value: Value) -> Iterator[Division]:
 
 
 def _factors(value: Value) -> Iterator[tuple[Size, Size, str]]:
-    """Yield each factor of the value's axes whose extent on one rank is not certain to be an integer.
+    """Yield each factor of the value's axes if the factor's extent on one rank may be a fraction.
 
     Each tuple holds the factor's extent, its extent on one rank, and a text such as ` sharded over 8 ranks`. The text
     is empty if the factor is not sharded.
@@ -68,8 +68,8 @@ def _written(s: Statement) -> Iterator[Division]:
 def misfits(program: str, divisions: Sequence[Division], sizes: Mapping[str, int]) -> list[Diagnostic]:
     """Check the quotients of `divisions` at given sizes; return a diagnostic for each quotient that is no integer.
 
-    Quotients with the same dividend have one diagnostic. `sizes` holds the values of the symbols. `program` is the name
-    of the program, for messages.
+    Quotients with the same dividend share one diagnostic. `sizes` holds the values of the symbols. `program` is the
+    name of the program, for messages.
     """
     alike: dict[tuple[Size, Size], list[Division]] = {}
     for division in divisions:

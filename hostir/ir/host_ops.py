@@ -38,7 +38,7 @@ HOST = frozenset({Phase.HOST})
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Allocate(Statement):
-    """Allocates a dense buffer, uninitialised. Each rank of the mesh allocates memory for its part of the tensor.
+    """Allocates a dense, uninitialised buffer. Each rank of the mesh allocates memory for its part of the tensor.
 
     Example: %x: bf16[4, 8@didx, 32] = allocate
     """
@@ -117,7 +117,7 @@ class Select(ViewStatement):
 class Chunk(ViewStatement):
     """A view of one of `count` equal pieces of an axis of `x`, by default axis 0. The result has all axes of `x`.
 
-    If the axis is sharded, each rank's part of it is cut into `count` pieces.
+    If the axis is sharded, each rank's part of the axis is cut into `count` pieces.
 
     Example: %y: f32[16, 8@didx] = chunk %x: f32[16, 32@didx][%i of 4] axis 1
     """
@@ -129,9 +129,9 @@ class Chunk(ViewStatement):
     axis: Int = 0
 
     def _cut(self) -> tuple[Size, Axis]:
-        """Return the number of blocks of the axis that are outside the pieces, and the type of one piece of the axis.
+        """Return the number of blocks that are cut into pieces, and the type of one piece of the axis.
 
-        If the axis is sharded, each rank's block is cut into pieces. Then the blocks are outside the pieces.
+        If the axis is sharded, each rank's block is cut into pieces. Otherwise the axis is one block.
         """
         type = self.x.tensor
         if self.axis >= len(type.axes):
@@ -183,7 +183,7 @@ class Chunk(ViewStatement):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class AsPartial(ViewStatement):
-    """A view that has the type of a partial sum: each rank's buffer is one term. An in-place allreduce needs it.
+    """A view with the type of a partial sum: each rank's buffer is one term. An in-place allreduce needs such a view.
 
     Example: %p: f32[16, 32] partial(didx) = as_partial %x: f32[16, 32] over didx
     """
@@ -268,7 +268,7 @@ class Wait(Statement):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class CurrentStream(Statement):
-    """The stream to which statements are issued at this point; at the start, the caller's stream.
+    """The current stream, to which statements are issued. At the start of a call it is the caller's stream.
 
     Example: %user = current_stream
     """
@@ -287,7 +287,7 @@ class CurrentStream(Statement):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class SetStream(Statement):
-    """Makes a stream the current stream. The stream is a stream value, or a worker stream by its index in the pool.
+    """Makes a stream the current stream. The operand is a stream value, or the index of a worker stream in the pool.
 
     Example: set_stream %i % 2
     """

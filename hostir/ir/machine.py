@@ -42,7 +42,7 @@ class Move:
 
 @dataclass(frozen=True)
 class Exchange:
-    """The part that one rank has in a communication.
+    """The role of one rank in a communication.
 
     Fields:
         communication: the keyword of the statement.
@@ -55,11 +55,11 @@ class Exchange:
     moves: tuple[Move, ...] | None = None
 
     def takes(self, rank: int) -> bool:
-        """Return True if `rank` sends data, so that the communication reads memory of this rank."""
+        """Return True if `rank` sends data. Then the communication reads memory of `rank`."""
         return self.moves is None or any(move.source == rank for move in self.moves)
 
     def gives(self, rank: int) -> bool:
-        """Return True if `rank` receives data, so that the communication writes memory of this rank."""
+        """Return True if `rank` receives data. Then the communication writes memory of `rank`."""
         return self.moves is None or any(move.target == rank for move in self.moves)
 
 
@@ -75,16 +75,16 @@ class Ready:
         flags, epoch: the row of flags, and the epoch. Block `i` is ready when flag `i` has reached `epoch`.
         first: the block of the result that is computed first.
         blocks: the number of blocks of the operand.
-        own_rows: rows that replace some blocks of the operand; None if no block is replaced. The kernel reads them
-            without waiting. The contents of the replaced blocks are undefined.
+        own_rows: rows that replace some blocks of the operand; None if no block is replaced. The kernel reads these
+            rows without waiting. The contents of the replaced blocks are undefined.
         results: the number of blocks of the result.
         own_first, own_blocks: the first block that `own_rows` replaces, and the number of replaced blocks.
-        overlapped_sms: the number of SMs that the kernel does not get, because the copies directly before it on its
-            stream may still run on these SMs. A machine that plans sets this field.
+        overlapped_sms: the number of SMs that the kernel does not get. The copies that precede the kernel on its stream
+            may still run on these SMs. A machine that plans sets this field.
         reserved_sms: the number of SMs that the kernel leaves free for kernels that send signals. A machine that plans
             sets this field.
-        along: the positions of further operands with the same rows. Flag `i` says that block `i` of each of them is
-            ready, too. `own_rows` does not replace their rows.
+        along: the positions of further operands with the same rows. Flag `i` says that block `i` of each of these
+            operands is ready, too. `own_rows` does not replace their rows.
     """
 
     flags: Handle
@@ -155,7 +155,7 @@ class Machine(OptionalMethods, Protocol):
 
     @property
     def rank(self) -> int | None:
-        """The rank that this machine runs as."""
+        """The rank of this machine; None if the machine holds unsharded tensors."""
 
     def allocate(self, shape: tuple[int, ...], dtype: DType, symmetric: bool = False) -> Handle:
         """Allocate a dense uninitialised tensor.
@@ -172,8 +172,8 @@ class Machine(OptionalMethods, Protocol):
     def chunk(self, x: Handle, axis: int, outer: int, count: int, index: int) -> Handle:
         """Return a view of one piece of an axis: piece `index` of `count` equal pieces.
 
-        The axis is seen as three axes [outer, count, inner]. The view selects `index` on the middle axis, and merges
-        the other two into one axis.
+        The axis is treated as three axes [outer, count, inner]. The view selects `index` on the middle axis, and merges
+        the other two axes into one axis.
         """
 
     def reshape(self, x: Handle, shape: tuple[int, ...]) -> Handle:
@@ -212,7 +212,7 @@ class Machine(OptionalMethods, Protocol):
         """
 
     def communicate(self, exchange: Exchange, x: Handle | None, out: Handle | None) -> Handle:
-        """Start a communication after the current stream's earlier work; return its handle."""
+        """Start a communication, which runs after the current stream's earlier work; return its handle."""
 
     def wait(self, handle: Handle) -> None:
         """Make the current stream wait for a communication."""
@@ -220,7 +220,7 @@ class Machine(OptionalMethods, Protocol):
     def copy(self, x: Handle, out: Handle, source: int, target: int, sms: int = 0) -> None:
         """Copy `x` on rank `source` to `out` on rank `target`, on the current stream.
 
-        This rank is `source` or `target`. The tensor on the other rank is in symmetric memory. As the argument for it,
+        This rank is `source` or `target`. The tensor on the other rank is in symmetric memory. To name that tensor,
         pass the same view of this rank's symmetric tensor. If `sms` is 0, a copy engine copies. Otherwise, a kernel on
         `sms` SMs copies.
         """
@@ -237,7 +237,7 @@ class Machine(OptionalMethods, Protocol):
     def barrier(self, team: tuple[int, ...]) -> None:
         """Make the current stream wait until every rank of the team has reached this barrier.
 
-        The n-th barriers of the ranks of a team are one barrier.
+        The n-th call on one rank and the n-th call on any other rank of the team belong to the same barrier.
         """
 
     def current_stream(self) -> Handle:
@@ -257,7 +257,8 @@ class Frame:
     Fields:
         machine: the machine that runs the program.
         sizes: the values of the symbolic sizes.
-        handles: the machine's handle, or the integer of an index, for the name of each value defined so far.
+        handles: a map from the name of each value defined so far to the machine's handle. For an index, it holds an
+            integer instead.
     """
 
     machine: Machine
@@ -283,7 +284,7 @@ class Frame:
         return bind_shape(type.shape if self.machine.rank is None else type.local_shape, self.sizes)
 
     def empty(self, value: Value) -> bool:
-        """Return True if a tensor has no elements on any rank. Statements then skip its computation or its transfer."""
+        """Return True if a tensor has no elements on any rank. Statements do not compute or transfer such a tensor."""
         return 0 in self.sizes.values() and 0 in self.shape(value.tensor)  # only symbols can be 0
 
     def index(self, expr: Expr) -> int:
@@ -321,8 +322,8 @@ MAX_UNROLLED = 1_000_000  # the most statements after loops are unrolled; more w
 def uncollected() -> Iterator[None]:
     """Return a context manager that disables garbage collection, for code that unrolls a program.
 
-    Unrolling creates millions of objects and drops few. Garbage collections would visit all of them again and again,
-    and would take as long as the unrolling itself.
+    Unrolling creates millions of objects, and few of them become garbage. The garbage collector would visit all objects
+    again and again, which would take as long as the unrolling itself.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -356,9 +357,9 @@ def interpret(
         program: the program.
         machine: the machine.
         sizes: the values of the symbolic sizes.
-        inputs: a handle for each input: of this rank's part, or of the unsharded tensor if the machine's rank is None.
-            It is None if this rank holds no part of the input.
-        observer: is told each statement before the statement is evaluated.
+        inputs: a handle for each input. It stands for this rank's part of the input, or for the unsharded input if the
+            machine's rank is None. It is None if this rank holds no part of the input.
+        observer: receives each statement before the statement is evaluated.
         frames: the class of the frame.
     """
     unrolled_length(program.body, sizes)
@@ -370,7 +371,7 @@ def interpret(
 
 
 def unrolled_length(body: tuple[Statement, ...], sizes: Mapping[str, int]) -> int:
-    """Return the number of statements in a body after its loops are unrolled. Each round adds one to the number.
+    """Return the number of statements in a body after its loops are unrolled. Each round of a loop counts as one more.
 
     Raise HostIRError at the loop that makes the body longer than `MAX_UNROLLED` statements.
     """

@@ -1,8 +1,8 @@
 """Define messages between two ranks of one mesh.
 
 A rank's messages within a team run one after another, in the order in which the rank issues them. A message ends only
-after the peer has started the matching message. So two ranks that both send first wait for each other forever.
-`exchange` sends and receives at once:
+after the peer has started the matching message. So if two ranks both send before they receive, they wait for each other
+forever. `exchange` sends and receives at once:
 
     %h = exchange %mine to (%r + 1) % 8, %theirs from (%r + 7) % 8 over didx
     wait %h
@@ -144,7 +144,10 @@ MESSAGES = frozenset(cls.keyword() for cls in (Send, Recv, SendAndRecv))  # the 
 
 
 def _other(op: Message, me: int, peer: int) -> int:
-    """Return the rank `peer`. Raise if it is this rank, `me`: a rank cannot send to itself and wait for itself."""
+    """Return `peer`. Raise if it equals `me`, the rank that runs the statement.
+
+    A single send or receive would wait forever for a matching message of the same rank.
+    """
     if peer == me:
         raise op.fail(
             f"rank {me} would wait for itself: its messages run one after another",

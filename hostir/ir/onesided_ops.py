@@ -7,9 +7,9 @@ rank. Only signals and barriers order the work of different ranks:
     signal %arrived[0] = 1 at %next over didx
     wait_signal %arrived[0] >= 1
 
-Copies, signals and barriers run in order on the current stream. Copy engines copy, and the stream itself signals. They
-need no SMs, unless a `put` or a `signal` asks for some. The model follows CUDA's stream memory operations and torch's
-symmetric memory.
+Copies, signals and barriers run in order on the current stream. Copy engines copy, and the stream itself signals.
+Neither needs SMs, unless a `put` or a `signal` asks for them. The model follows CUDA's stream memory operations and
+torch's symmetric memory.
 """
 
 from __future__ import annotations
@@ -54,7 +54,10 @@ def mesh_over(op: Statement, x: Value, over: str) -> Mesh:
 
 
 def own_rank(op: Statement, frame: Frame) -> int:
-    """Return the rank that runs the statement. Raise on a machine that holds unsharded tensors: it has no ranks."""
+    """Return the rank that runs the statement.
+
+    Raise if the machine holds unsharded tensors, because such a machine has no ranks.
+    """
     if frame.machine.rank is None:
         raise op.fail(
             f"'{op.keyword()}' needs ranks, and there are none where tensors are whole",
@@ -190,7 +193,7 @@ class PeerCopy(Statement):
 
     @property
     def multiprocessors(self) -> int:
-        """The number of SMs that copy; 0 for a copy engine."""
+        """The number of SMs that run the copy; 0 if a copy engine runs it."""
         return 0
 
     @property
@@ -280,11 +283,11 @@ class Signal(Statement):
 
     Epochs count from 1 in every call. Each epoch of a flag is sent once, after all lower epochs of the flag.
 
-    Without `by 1 sms` the stream itself sets the flag. The GPU then first waits until all its writes to peers have
-    arrived, including the writes of other streams. Until then it starts no other copy, which leaves gaps between
-    copies. With `by 1 sms` a kernel sets the flag, while copies of other streams continue. A `matmul` that waits for
-    blocks leaves one SM free for earlier signals by SMs. But a collective, or another `matmul` that waits for blocks,
-    may take this SM.
+    Without `by 1 sms` the stream itself sets the flag. Before the flag is set, the GPU waits until all its writes to
+    peers have arrived, including the writes of other streams. During this wait the GPU starts no other copy, so there
+    are gaps between copies. With `by 1 sms` a kernel sets the flag, while copies of other streams continue. A `matmul`
+    that waits for blocks leaves one SM free for signals by SMs that were issued before the `matmul`. But a collective,
+    or another `matmul` that waits for blocks, may take this SM.
 
     Example: signal %flags: flag[8][0] = 1 at (%r + 1) % 8 over didx by 1 sms
     """
@@ -359,9 +362,9 @@ class WaitSignal(Statement):
 class Barrier(Statement):
     """The current stream waits until every rank along `over` has reached this barrier.
 
-    The n-th barriers of the ranks of a team are one barrier. The work that precedes the barrier on any rank's stream
-    happens before the work that follows it on any rank's stream. The mesh of `x` determines the ranks that take part.
-    The memory of `x` is not accessed.
+    The n-th barrier statement of one rank and the n-th barrier statement of any other rank of the team are the same
+    barrier. The work that precedes the barrier on any rank's stream happens before the work that follows the barrier on
+    any rank's stream. The mesh of `x` determines the ranks that take part. The memory of `x` is not accessed.
 
     Example: barrier of %x: f32[8@didx, 32] over didx
     """

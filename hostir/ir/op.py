@@ -7,7 +7,8 @@ A statement class declares
 - `evaluate`, which runs the statement by calls of a machine's methods;
 - a docstring that ends with an example, which the tests parse, print, check and run.
 
-One declarative string for printing and parsing is an idea of xDSL's `assembly_format`. Codecs in annotations are new.
+The idea of one declarative string for printing and parsing comes from xDSL's `assembly_format`. xDSL has no codecs in
+annotations.
 """
 
 from __future__ import annotations
@@ -101,7 +102,10 @@ def expr_values(expr: Expr) -> Iterator[Value]:
 
 
 def rename_expr(expr: Expr, names: dict[str, Value]) -> Expr:
-    """Return the expression with values replaced. `names` maps the name of an old value to the new value."""
+    """Return a copy of the expression that uses other values.
+
+    `names` maps the name of an old value to the new value.
+    """
     if isinstance(expr, Ref):
         return Ref(names.get(expr.value.name, expr.value))
     if isinstance(expr, Bin):
@@ -123,7 +127,10 @@ BOTH = frozenset(Phase)
 
 
 class Codec(Enum):
-    """The codec of a statement's field: the syntax of the field, and the effect of the statement on its value."""
+    """The codec of a statement's field.
+
+    It determines the syntax of the field, and the effect of the statement on the value in the field.
+    """
 
     READ = "tensor operand that is read"
     WRITE = "tensor operand that is written"
@@ -167,9 +174,9 @@ Shape = tuple[Size, ...]  # a shape, or the strides of a tensor
 
 
 class Sync(Flag):
-    """The order that a statement adds between streams or ranks, if it has no other effect.
+    """The order that a statement adds between streams or ranks.
 
-    Statements that compute or move data have NOTHING, even if they also wait.
+    It is NOTHING for a statement that computes or moves data, even if the statement also waits.
     """
 
     NOTHING = 0
@@ -216,7 +223,7 @@ class ViewStrides(Protocol):
         """Return the strides of `x` in another shape."""
 
     def dense(self) -> Shape:
-        """Return the strides of a dense tensor of the shape of `x`."""
+        """Return the strides of a dense tensor that has the shape of `x`."""
 
 
 class Traits:
@@ -242,9 +249,10 @@ class Traits:
 
     @classmethod
     def known_uncut(cls) -> bool:
-        """Return True if `uncut` is True and was declared for the `evaluate` that this class runs.
+        """Return True if `uncut` is True and describes the `evaluate` that this class runs.
 
-        If a class defines a new `evaluate`, an inherited `uncut` does not count: the class must declare it again.
+        `uncut` says that `evaluate` passes complete tensors to the machine. If a class defines a new `evaluate`, an
+        inherited `uncut` does not describe it. The class must declare `uncut` again.
         """
         declares, runs = (next(c for c in cls.__mro__ if name in vars(c)) for name in ("uncut", "evaluate"))
         return cls.uncut and issubclass(declares, runs)
@@ -264,9 +272,9 @@ class Traits:
 
     @property
     def place(self) -> tuple[Value, str] | None:
-        """The index that the statement defines as this rank's position along a mesh axis, and the mesh axis.
+        """The index that the statement sets to this rank's position along a mesh axis, and the name of the mesh axis.
 
-        None if the statement does not define such an index.
+        None if the statement defines no such index.
         """
         return None
 
@@ -277,7 +285,7 @@ class Traits:
 
     @property
     def peer_place(self) -> tuple[Expr, str] | None:
-        """The position of the statement's peer along a mesh axis, and the mesh axis; None without a peer.
+        """The position of the statement's peer along a mesh axis, and the mesh axis; None if the statement has no peer.
 
         The peer is the rank that the statement signals, or copies to or from.
         """
@@ -293,7 +301,7 @@ class Traits:
 
     @property
     def needs_reserved_sm(self) -> bool:
-        """True if the statement runs on the SM that kernels leave free for signals while they wait for flags."""
+        """True if the statement runs on the SM for signals, which a kernel leaves free while it waits for flags."""
         return False
 
     @property
@@ -321,7 +329,7 @@ class Traits:
 
     @property
     def addends(self) -> int:
-        """The number of partial sums of ranks that the statement adds up; 0 if it adds up no partial sums."""
+        """The number of partial sums that the statement adds up, one for each rank; 0 for other statements."""
         return 0
 
     @property
@@ -350,16 +358,16 @@ class Traits:
         return ONE
 
     def rounds(self, frame: Frame) -> Iterator[tuple[int, ...]]:
-        """Yield once for each time that the statement's body runs, directly before it runs.
+        """Yield once before each run of the statement's body.
 
         A loop yields `(index,)`, and stores the index in the frame. A condition yields `()` if it holds.
         """
         yield from ()
 
     def waiting(self, flags: Value, epoch: Expr, first: Expr, own: Value | None) -> Statement | None:
-        """Return a copy of the statement that waits for flags while it runs.
+        """Return a copy of the statement; the copy waits for flags while it runs.
 
-        Return None if the statement cannot wait for flags, or already does.
+        Return None if the statement cannot wait for flags, or already waits for flags.
 
         Args:
             flags, epoch: the row of flags, and the epoch to wait for.
@@ -440,12 +448,12 @@ class Operands:
 
     @cached_property
     def viewed(self) -> Value | None:
-        """The value that the statement's result is a view of; None if the result is not a view."""
+        """The value of which the statement's result is a view; None if the result is not a view."""
         return next(self.values(Codec.ALIAS), None)
 
     @cached_property
     def freed(self) -> Value | None:
-        """The value that names the buffer that the statement frees; None for other statements."""
+        """The buffer that the statement frees; None for other statements."""
         return next(self.values(Codec.FREE), None)
 
     @cached_property
@@ -468,13 +476,16 @@ class Operands:
         return next((value for value in self.values(Codec.USE) if value.type is Kind.HANDLE), None)
 
     def with_bodies(self, change: Callable[[tuple[Statement, ...]], tuple[Statement, ...]]) -> Self:
-        """Return the same statement with each body replaced by `change(body)`."""
+        """Return a copy of the statement in which each body is replaced by `change(body)`."""
         named = codecs_of(type(self)).items()
         blocks: dict[str, Any] = {n: change(getattr(self, n)) for n, c in named if c is Codec.BLOCK}
         return replace(self, **blocks) if blocks else self
 
     def rename(self, names: dict[str, Value]) -> Self:
-        """Return the same statement with values replaced. `names` maps the name of an old value to the new value."""
+        """Return a copy of the statement that uses other values.
+
+        `names` maps the name of an old value to the new value.
+        """
         changes: dict[str, Any] = {}
         for name, codec in codecs_of(type(self)).items():
             got = getattr(self, name)
@@ -517,7 +528,10 @@ class Statement(Traits, Operands):
         """
 
     def divisions(self) -> Iterator[Division]:
-        """Yield the divisions that the statement needs, except divisions that the types of its values need already."""
+        """Yield the divisions that the statement needs.
+
+        Divisions that the types of its values already need are left out.
+        """
         yield from ()
 
     def evaluate(self, frame: Frame) -> None:
@@ -525,7 +539,7 @@ class Statement(Traits, Operands):
         raise AssertionError(f"{type(self).__name__} has no meaning on a machine")
 
     def in_place(self, operand: int) -> bool:
-        """Return True if the result of the statement may be the same view of memory as an operand.
+        """Return True if the statement may write its result over an operand: both may be the same view of memory.
 
         `operand` is the operand's position in `reads`.
         """
@@ -540,7 +554,7 @@ class Statement(Traits, Operands):
 
     @classmethod
     def form(cls, phase: Phase) -> str:
-        """Return the statement's syntax template in a phase."""
+        """Return the syntax template that the statement has in programs of this phase."""
         return cls.syntax
 
 

@@ -79,7 +79,7 @@ class TypeReader:
         meshes: the meshes that are defined so far, by name.
         phase: the phase of the program.
         mesh: the mesh of the type. It is the first mesh until the type names another mesh.
-        marks: the mesh axes that the type has used so far. Each may occur only once.
+        marks: the mesh axes that the type has used so far. A type may use a mesh axis only once.
     """
 
     def __init__(self, text: Source, meshes: Mapping[str, Mesh], phase: Phase) -> None:

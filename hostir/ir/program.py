@@ -24,9 +24,10 @@ class Program:
     Fields:
         name: the name, without `@`.
         phase: FUSION or HOST.
-        meshes: the meshes of its tensors. A tensor lies on `meshes[0]` if the text of its type names no mesh.
+        meshes: the meshes of the program's tensors. A tensor lies on `meshes[0]` if its type, as written in the text,
+            names no mesh.
         inputs, outputs: the values that a call takes and returns, each with its `name` and `type`.
-        body: the statements, in order. The statements of a loop are in its body.
+        body: the statements, in order. A loop is one statement, and holds the statements of its body.
         streams: the number of worker streams.
         aliases: further names of sizes, from another text form such as an nvFuser dump. The pair `("i5", "i4")` says
             that `i5` equals `i4`. A caller may bind aliases, too. The text of the program does not show them.
@@ -85,18 +86,19 @@ class Program:
         return divisions_of(self.inputs, self.walk())
 
     def misfits(self, sizes: Mapping[str, int]) -> list[Diagnostic]:
-        """Return a diagnostic for each size that the program cannot split into equal parts as it needs to."""
+        """Return a diagnostic for each size that the program must split into equal parts, but cannot."""
         return misfits(self.name, self.divisions, sizes)
 
     def check_whole(self, sizes: Mapping[str, int]) -> None:
-        """Raise HostIRError for sizes that the program cannot split into equal parts as it needs to."""
+        """Raise HostIRError if the program must split a size into equal parts, but cannot."""
         if misfits := self.misfits(sizes):
             raise HostIRError(*misfits)
 
     def given_sizes(self, sizes: Mapping[str, int] | None) -> dict[str, int]:
         """Check the sizes that a caller binds to symbols, and return them as a dictionary.
 
-        Symbols may be missing, and None stands for no sizes. Raise HostIRError for unknown names and invalid sizes.
+        Symbols may be missing. If `sizes` is None, the caller binds no symbols. Raise HostIRError for unknown names and
+        invalid sizes.
         """
         if sizes is None:
             return {}
@@ -119,8 +121,9 @@ class Program:
     def check_sizes(self, sizes: dict[str, int]) -> None:
         """Check that the program can run with these sizes; raise HostIRError if it cannot.
 
-        Every symbol must have a value. Every size that is split into equal parts must be a multiple of their number. An
-        alias may be missing. If it is given, its value must be the value of the size that it stands for.
+        Every symbol must have a value. Every size that is split into equal parts must be a multiple of the number of
+        parts. An alias may be missing. If `sizes` contains an alias, the alias must have the value of the size that it
+        stands for.
         """
         names, aliases = self.size_names, dict(self.aliases)
         self._refuse_unknown(sizes)
@@ -137,7 +140,7 @@ class Program:
 
 
 def format_program(program: Program, *, notes: bool = True, printer: Printer | None = None) -> str:
-    """Return the program's text. With `notes`, each statement is followed by its note as a comment.
+    """Return the program's text. If `notes` is True, each statement is followed by its note as a comment.
 
     `printer` replaces the default printer.
     """

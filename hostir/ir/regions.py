@@ -3,8 +3,9 @@
 Shapes and strides count elements, as in torch. All questions about sets of elements get exact answers, for every view.
 
 The answers are fast if the strides of a view nest: one step along an axis leads past all elements that the inner axes
-reach. This holds for views of dense buffers by index, piece, permutation and reshape. Two such views are compared axis
-by axis, from the outermost axis inwards. With other views, the steps along an axis may be compared one by one.
+reach. This holds for every view that `select`, `chunk`, `permute` or `reshape` makes of a dense buffer. Two such views
+are compared axis by axis, from the outermost axis inwards. With other views, the steps along an axis may be compared
+one by one.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ def _meet_in_step(a: int, n: int, inner: Dims, b: int, m: int, other: Dims, s: i
 
     Args:
         a, n, inner: the first element, the number of copies and the inner axes of the first set.
-        b, m, other: the same of the second set.
+        b, m, other: the first element, the number of copies and the inner axes of the second set.
         s: the stride.
     """
     gap = b - a
@@ -222,7 +223,7 @@ T = TypeVar("T")
 
 
 class Near(Generic[T]):
-    """A search index for regions of one buffer. It finds all regions that have an element in common with a region.
+    """A search index for regions of one buffer. It finds all regions that have a common element with a query region.
 
     Each region is stored with a value. Regions are grouped into classes by their extent, the distance from their first
     to their last element. All extents in a class are below the same power of two. Within a class, regions are sorted by
@@ -258,8 +259,8 @@ class Near(Generic[T]):
 def _extent(region: Region, stride: int) -> int:
     """Return the distance from the first to the last element of a region.
 
-    If `stride` is not 0, positions are taken modulo `stride`. So axes with a multiple of `stride` as their stride are
-    ignored.
+    If `stride` is not 0, positions are taken modulo `stride`. So an axis is ignored if its stride is a multiple of
+    `stride`.
     """
     return sum((n - 1) * s for n, s in region.dims if s % stride) if stride else region.last - region.offset
 

@@ -97,7 +97,7 @@ class OperandScales:
 
     @property
     def groups(self) -> Size:
-        """The number of scales along K, if each rank that holds a part of K has separate scales.
+        """The number of groups of scales along K, if each rank that holds a part of K has its own scales.
 
         It is the last extent of the shape of `of_a`. It is 1 if this extent is unknown or does not divide K.
         """
@@ -144,20 +144,20 @@ class ScaledMatmul(Contraction):
     The scales are f32. Their shapes are one of
 
     - tensor-wise: each scale has one element, and all its axes have extent 1;
-    - row-wise: `[..., 1]` with the rows of `a`, and `[1, N]`;
-    - block-wise: `[..., K/128]` and `[K/128, N/128]`. One scale covers 128 elements of a row of `a`, and one scale
-      covers 128 x 128 elements of `b`.
+    - row-wise: `[..., 1]`, one scale for each row of `a`, and `[1, N]`, one scale for each column of `b`;
+    - block-wise: `[..., K/128]` and `[K/128, N/128]`. A scale of `a` covers 128 elements of a row. A scale of `b`
+      covers 128 x 128 elements.
 
     If G ranks hold parts of K, there may be G tensor-wise or row-wise scales along K, one for each rank: `[..., G]` and
     `[G, ...]`.
 
-    The result is bf16, f16 or f32. With `plus %bias` it adds a row of N elements in the dtype of the result, and rounds
-    once. If the product is a partial sum, the bias may be a partial sum, too. With `accumulate fast` the sums over all
-    of K may stay in the tensor core's accumulators, as with `use_fast_accum` of `torch._scaled_mm`. On a CPU it changes
-    nothing.
+    The result is bf16, f16 or f32. With `plus %bias` the statement adds a row of N elements, which have the dtype of
+    the result, and rounds once. If the product is a partial sum, the bias may be a partial sum, too. With `accumulate
+    fast` the sums over all of K may stay in the tensor core's accumulators, as with `use_fast_accum` of
+    `torch._scaled_mm`. `accumulate fast` has no effect on a CPU.
 
-    Flags work as in `matmul`. The flag of a block says that its rows of `scale_a` are ready, too. `own %x` replaces
-    only rows of `a`.
+    Flags work as in `matmul`. The flag of a block says that the block's rows of `scale_a` are ready, too. `own %x`
+    replaces only rows of `a`.
 
     Example: %c: f32[8, 4] = scaled_matmul %a: f8e4m3[8, 64], %b: f8e5m2[64, 4] scaled %s: f32[1], %t: f32[1] to f32
     """
@@ -272,9 +272,9 @@ class ScaledMatmul(Contraction):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class RowScales(TensorOp):
-    """The scale with which each row of `x` is converted to an fp8 dtype: `max(amax / max, 2^-126)`.
+    """The scale with which each row of `x` is converted to an fp8 dtype: `max(amax / limit, 2^-126)`.
 
-    `amax` is the largest absolute value of the row, and `max` is the largest value of the dtype: 448 for `f8e4m3`,
+    `amax` is the largest absolute value of the row, and `limit` is the largest value of the dtype: 448 for `f8e4m3`,
     57344 for `f8e5m2`. Scales are f32. With `each 128` there is one scale for each 128 elements of a row. A row of
     zeros has the scale 2^-126, to avoid division by 0. A row with a NaN has the scale NaN. A row with an infinity and
     no NaN has an infinite scale.
@@ -334,8 +334,8 @@ class Largest(TensorOp):
 class Quantize(TensorOp):
     """`x / scale` in an fp8 dtype: computed in f32, limited to the dtype's range, rounded to nearest even.
 
-    The scale is f32 and has as many axes as `x`. Each axis has extent 1 or the extent of `x`; the last axis may also
-    have one scale for each 128 elements. NaN stays NaN.
+    The scale is f32 and has as many axes as `x`. Each axis of the scale has extent 1, or the extent of the axis of `x`.
+    The last axis may also have one scale for each 128 elements of `x`. NaN stays NaN.
 
     Example: %y: f8e4m3[16, 32] = quantize %x: bf16[16, 32] by %s: f32[16, 1] to f8e4m3
     """

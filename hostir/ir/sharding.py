@@ -1,4 +1,4 @@
-"""Compute the sharding of a result from its operands, of a tensor after a reshape, and of a slice of a tensor.
+"""Compute the sharding of the result of a computation, of a reshaped tensor, and of a slice of a tensor.
 
 A tensor axis is a product of factors. The mark of a factor is the mesh axis over which it is sharded, or STREAM if a
 loop runs over slices of it.
@@ -38,7 +38,7 @@ def join(
         dtype: the dtype of the result.
         shape: the shape of the unsharded result.
         operands: the operands.
-        maps: a map for each operand.
+        maps: for each operand, the `Map` from its axes to the axes of the result.
     """
     mesh = next((v.tensor.mesh for v in operands if v.tensor.mesh), None)
     axes: list[Axis | None] = [None] * len(shape)
@@ -148,8 +148,8 @@ def refine(
 def leads(type: TensorType, mark: str, axes: Iterable[Axis] | None = None) -> bool:
     """Return True if the factor on the mesh axis `mark` is outermost in the memory of a rank.
 
-    This holds if a rank has only one element of each factor outside it. If `axes` is given, it replaces the axes of
-    the type.
+    The factor is outermost if a rank has only one element of each factor outside it. If `axes` is given, `axes`
+    replaces the axes of the type.
     """
     for axis in type.axes if axes is None else axes:
         for factor in axis.factors:

@@ -74,7 +74,7 @@ class Size:
         return _combine(self, Size(other) if isinstance(other, int) else other, -1)
 
     def divisible_by(self, other: Size | int) -> bool:
-        """Return False if `other` cannot divide the size. Return True if it does, or if it may for some symbols."""
+        """Return True if `other` divides the size, or if it may divide the size for some values of the symbols."""
         quotient = self / other
         return quotient.is_integer or bool(quotient.symbols)
 

@@ -97,7 +97,7 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
 
 
 def _plain(name: str) -> str:
-    """Return a name in lower case without the `%`, `@` or `--` before it."""
+    """Return a name in lower case, without a `%`, `@` or `--` at its start."""
     return name.casefold().lstrip("%@-")
 
 
@@ -211,7 +211,7 @@ class Diagnostic:
 
     Fields:
         message: the mistake.
-        span: its place: `file`, `line` and `column`, counted from 1; None if the place is unknown.
+        span: the place of the mistake: `file`, `line` and `column`, counted from 1; None if the place is unknown.
         expected: a description of correct input; may be empty.
         hint: what to do; may be empty.
         notes: related places, each with a text.

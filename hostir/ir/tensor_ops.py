@@ -86,7 +86,7 @@ class TensorOp(Statement):
         raise AssertionError(type(self).__name__)
 
     def maps(self) -> tuple[Map, ...]:
-        """Return a `Map` for each operand: for each axis of the operand, the matching axis of the result."""
+        """Return a `Map` for each operand. It gives, for each axis of the operand, the matching axis of the result."""
         raise AssertionError(type(self).__name__)
 
     def check_parts(self, operands: Sequence[TensorType]) -> None:
@@ -140,7 +140,7 @@ class TensorOp(Statement):
         frame.machine.compute(self.keyword(), frame[self.out], operands, self.options(), *flags)
 
     def pass_over(self, frame: Frame) -> None:
-        """Replace the computation of a result without elements, for which no kernel runs. By default, do nothing."""
+        """Do what remains to be done if the result has no elements, so that no kernel runs. By default, do nothing."""
 
     def in_place(self, operand: int) -> bool:
         """Return True if an element of the operand is needed only for the result's element at the same position."""
@@ -230,7 +230,7 @@ class ByBlocks(TensorOp):
 
     @property
     def rows(self) -> Value:
-        """The operand that is split into blocks of rows, each with a flag of `ready`."""
+        """The operand that is split into blocks of rows. Each block has a flag in `ready`."""
         raise AssertionError(type(self).__name__)
 
     def verify(self) -> None:
@@ -264,7 +264,7 @@ class ByBlocks(TensorOp):
     def along(self) -> tuple[int, ...]:
         """The positions of operands with the same rows as the operand `rows`.
 
-        For a block of the result, only the rows of the block are read from these operands.
+        To compute a block of the result, the kernel reads only the block's rows of these operands.
         """
         return ()
 
@@ -287,7 +287,7 @@ class ByBlocks(TensorOp):
             raise self.fail(f"{rows} is {rows.type}, {self.rows} is {self.rows.type}", expected="rows of one length")
 
     def _begins(self) -> None:
-        """Raise if the statement names a first block, but neither `ready` nor `done`, so that it has no blocks."""
+        """Raise if the statement names a first block, but has no blocks, because it has neither `ready` nor `done`."""
         if self.ready is None and self.done is None:
             message = f"'from' names the first of several blocks, and this {self.keyword()} has no blocks"
             raise self.fail(
@@ -308,7 +308,7 @@ class ByBlocks(TensorOp):
     def pass_over(self, frame: Frame) -> None:
         """Wait for the flags of `ready`, and set the flags of `done`, although no kernel runs.
 
-        Other ranks signal and wait for these flags also if the result has no elements.
+        Other ranks signal and wait for these flags even if the result has no elements.
         """
         # The length of a row of flags may depend on a size that is 0. Then there are no flags.
         if self.ready is not None and self.ready.tensor.shape[0].bind(frame.sizes):
@@ -387,11 +387,11 @@ class Matmul(Contraction):
 
     With `ready %flags >= epoch from first`, the rows of `a` (its leading axes flattened) are split into equal blocks,
     one for each flag. One kernel computes all blocks. It begins with block `first`, and computes each block after the
-    block's flag has reached the epoch. The kernel holds all SMs from its start to its end, except one SM if a
-    `signal ... by 1 sms` comes before it.
+    block's flag has reached the epoch. From its start to its end, the kernel holds all SMs, or all except one if a
+    `signal ... by 1 sms` precedes the matmul.
 
     With `own %x` as well, the kernel reads the rows of block `first` from `%x` instead of `a`. It does not wait for the
-    flag of that block, and leaves the block's rows of `a` undefined.
+    flag of that block. The block's rows of `a` are undefined.
 
     With `done %flags = epoch from first`, the rows of the result are split into equal blocks, one for each flag of this
     rank. The kernel computes block `first` first, then the following blocks, and sets the flag of each block to the
@@ -510,7 +510,7 @@ def _broadcasts(small: Shape, shape: Shape) -> bool:
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Add(Binary):
-    """Elementwise sum. The sum of two partial sums over the same mesh axes is a partial sum over them.
+    """Elementwise sum. The sum of two partial sums over the same mesh axes is a partial sum over these axes.
 
     Example: %z: f32[16, 32] = add %x: f32[16, 32], %y: f32[32]
     """
@@ -659,7 +659,7 @@ class Cast(Unary):
 
     @property
     def exact(self) -> bool:
-        """True if every value has an exact result.
+        """True if the new dtype represents every value of the old dtype exactly.
 
         Then a sum after the cast is at least as accurate as a sum before the cast.
         """
@@ -683,12 +683,13 @@ class Sum(ByBlocks, Unary):
     but the last, flattened) are split into equal blocks, one for each flag. Each block of the result waits for the
     corresponding block of every source. Sources are always added in the order of their indices.
 
-    With `from source own %mine`, `%mine` replaces this source. The sum does not wait for the flags of the source, does
-    not read its part of `x`, and leaves this part undefined. `done` sets a flag after each block of the result, as in
-    `matmul`.
+    With `from i own %mine`, `%mine` replaces source `i`. The sum does not wait for the flags of source `i`, and does
+    not read index `i` of `x`. The contents of `x` at this index are undefined. `done` sets a flag after each block of
+    the result, as in `matmul`.
 
     With `plus %z`, the statement adds a tensor, which is broadcast to the shape of the result as in `add`. `then gelu`
-    (or `relu`, `silu`) applies the function to the sum. Everything is computed in f32 (f64) and rounded once.
+    (or `relu`, `silu`) applies the function to the sum. Everything is computed in f32 (in f64 if `x` is f64) and
+    rounded once.
 
     Example: %y: f32[32] = sum %x: f32[16, 32] axis 0 plus %z: f32[32] then relu
     """

@@ -1,4 +1,4 @@
-"""Print statements as text. A syntax template of each statement class gives the form of its text."""
+"""Print statements as text. Each statement class has a syntax template, which gives the form of the text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ class FieldPart:
 
 @dataclass(frozen=True)
 class OptionalPart:
-    """An optional part of a syntax template. The printer leaves it out if its first field has the default value."""
+    """An optional part of a syntax template.
+
+    The printer leaves the part out if the first field in it has its default value.
+    """
 
     parts: tuple[SyntaxPart, ...]
 
@@ -53,7 +56,7 @@ def template(syntax: str) -> tuple[SyntaxPart, ...]:
 class Printer:
     """Prints the statements of one program in the syntax of its phase.
 
-    The program's first mesh is the default mesh. Types on the default mesh are printed without its name.
+    The program's first mesh is the default mesh. A type on the default mesh is printed without the name of the mesh.
     """
 
     def __init__(self, phase: Phase, meshes: tuple[Mesh, ...], *, notes: bool = False) -> None:

@@ -67,7 +67,7 @@ class Mesh:
 
     @cached_property
     def _teams(self) -> dict[str, dict[int, tuple[int, ...]]]:
-        """For each mesh axis, a map from each device to its team. All members of a team share one tuple."""
+        """The teams along each mesh axis, by mesh axis and device. All members of a team share one tuple."""
         teams_of: dict[str, dict[int, tuple[int, ...]]] = {}
         for k, axis in enumerate(self.axes):
             stride, block = prod(self.shape[k + 1 :]), prod(self.shape[k:])
@@ -123,7 +123,7 @@ class Axis:
     def resized(self, extent: Size) -> Axis:
         """Return the axis with another extent and the same sharding. Only the innermost factor changes.
 
-        Its new extent may be a fraction. Later checks report this.
+        The new extent of this factor may be a fraction. Later checks report this.
         """
         if extent == self.extent:
             return self

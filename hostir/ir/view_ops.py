@@ -109,7 +109,7 @@ class Shard(ViewStatement):
     syntax = "{out} = shard {x}"
 
     def _moved(self) -> list[tuple[int, str]]:
-        """Return the axes that become sharded, each as its index and the mesh axis over which it becomes sharded."""
+        """Return a pair for each axis that becomes sharded: the index of the axis, and the mesh axis that shards it."""
         pairs = zip(self.x.tensor.axes, self.out.tensor.host().axes, strict=True)
         return [(k, mark) for k, (old, new) in enumerate(pairs) for mark in new.marks if mark not in old.marks]
 

@@ -37,7 +37,13 @@ class SessionRanks(Protocol):
         """Return a context manager. Inside it, a failure of the store raises a HostIRError that names `where`."""
 
     def wait(self, arrived: Callable[[Sequence[int]], bool], where: str, *, note: Callable[[int], str] = ...) -> None:
-        """Wait until `arrived` returns True for all ranks. Raise a HostIRError that names ranks that do not come."""
+        """Poll until all ranks have arrived. Raise a HostIRError that names the ranks that do not arrive in time.
+
+        Args:
+            arrived: returns True if all the given ranks have arrived.
+            where: a description of the place where this rank waits, for messages.
+            note: returns a note for the message about a rank that has not arrived; empty for no note.
+        """
 
 
 READ = "read "  # the prefix of a refusal that another rank has read
@@ -46,14 +52,16 @@ READ = "read "  # the prefix of a refusal that another rank has read
 class Meetings:
     """The meetings of the ranks of a session, seen from one rank.
 
-    The ranks meet before the first call of an executor with each kind of sizes. At a meeting, each rank writes its call
-    to its slot in the store, and waits until all other ranks have written theirs.
+    The ranks meet before the first call of an executor with each kind of sizes (see `hostir.job.symmetric`). At a
+    meeting, each rank writes its call to its slot in the store, and waits until all other ranks have written their
+    calls.
 
-    A rank that refuses a call writes the refusal to its slot. It may replace the refusal by another call, as long as no
-    rank that makes the refused call has read the refusal. Once such a rank has read the refusal, this meeting has
-    failed for all ranks. A rank ignores a refusal of an earlier call that it has already run.
+    A rank that refuses a call writes the refusal to its slot. It may replace the refusal by another call until a rank
+    that makes the refused call reads the refusal. Once such a rank has read the refusal, the meeting has failed for all
+    ranks. A rank ignores a refusal of an earlier call that it has already run.
 
-    If all calls are compared, each call has a meeting with the number of the call. Then a refusal cannot be replaced.
+    If all calls are compared, there is a meeting for each call, and the meeting has the number of the call. Then a
+    refusal cannot be replaced.
 
     Fields:
         number: the number of the next meeting.
@@ -78,7 +86,7 @@ class Meetings:
             call: the call of this rank.
             where: a description of the call, for messages.
             concerns: returns True if a refusal is a refusal of this call.
-            numbered: True if all calls are compared, so that each call has a meeting of its number.
+            numbered: True if all calls are compared. Then each call has a meeting with the number of the call.
         """
         store, met, stale = self.session.store, dict[int, Call](), dict[int, str]()
 
@@ -128,14 +136,15 @@ class Meetings:
 class Agreement:
     """The agreement of all ranks on the calls of one executor, seen from one rank.
 
-    The ranks compare the first call with each kind of sizes at a meeting. With `compare` they compare all calls.
-    Without a session there are no other ranks, and nothing is compared.
+    The ranks compare the first call with each kind of sizes at a meeting. If the argument `compare` is True, they
+    compare all calls. Without a session there are no other ranks, and nothing is compared.
 
     Fields:
         call: the data that all calls of the executor have in common.
         agreed: the kinds of sizes on which the ranks have agreed.
         made: the number of the executor's calls so far. It is not counted if all calls are compared.
-        failed: the latest call that failed: the number of calls made before it, and the number of failed attempts.
+        failed: two numbers about the latest call that failed: the number of earlier calls, and the number of failed
+            attempts at this call.
     """
 
     def __init__(self, session: SessionRanks | None, program: Program, kernels: str, compare: bool) -> None:
@@ -155,13 +164,13 @@ class Agreement:
         self.made, self.failed = 0, (0, 0)
 
     def begin(self, sizes: Mapping[str, int], *, planned: bool, places: bool = False) -> None:
-        """Compare this call with the call that other ranks make, if all calls are compared. Raise if they differ.
+        """If all calls are compared, compare this call with the calls of other ranks. Raise if the calls differ.
 
-        The calling thread holds the lock of `calls`. No rank waits for another.
+        The calling thread holds the lock of `calls`. No rank waits for another rank.
 
         Args:
             sizes: the values of all symbols.
-            planned: True if the call has a plan. Then this rank runs it next, without a meeting.
+            planned: True if the call has a plan. Then this rank runs the call next, without a meeting.
             places: True if the call only asks for the places of inputs (`Executor.places`).
         """
         if not self.compare:
@@ -181,9 +190,9 @@ class Agreement:
     def reach(self, sizes: Mapping[str, int], kind: Hashable) -> None:
         """Agree with all ranks on a call whose sizes have no plan on this rank yet.
 
-        If the ranks have not agreed on this kind of sizes, they meet. Every rank raises a HostIRError if one of them
-        refuses the call, or if their programs, sizes or kernels differ. If they have agreed on the kind, this rank only
-        compares its call through the store, without waiting.
+        If the ranks have not agreed on this kind of sizes, they meet. Every rank raises a HostIRError if a rank refuses
+        the call, or if the programs, sizes or kernels of the ranks differ. If the ranks have agreed on this kind of
+        sizes, this rank only compares its call through the store, without waiting.
         """
         if self.session is None:
             return
@@ -231,7 +240,7 @@ class Agreement:
     def _concerns(self, mine: Call, refusal: Call) -> bool:
         """Return True if the refusal of another rank concerns the call that this rank makes.
 
-        Return False if it concerns an earlier call, or an earlier attempt that has also failed on this rank.
+        Return False if the refusal concerns an earlier call, or an earlier attempt that has also failed on this rank.
         """
         same = refusal.made == mine.made and (self.compare or refusal.is_by(mine))
         return same and refusal.tries >= mine.tries
@@ -240,10 +249,10 @@ class Agreement:
         return replace(call, made=self._made(), tries=self._tries())
 
     def _tries(self) -> int:
-        """Return the number of attempts at the executor's next call that have failed."""
+        """Return the number of failed attempts at the executor's next call."""
         number, times = self.failed
         return times if number == self._made() else 0
 
     def _made(self) -> int:
-        """Return the number of earlier calls: calls of all executors if all are compared, else of this executor."""
+        """Return the number of earlier calls of this executor, or of all executors if all calls are compared."""
         return self.calls.number - 1 if self.compare else self.made

@@ -7,8 +7,8 @@ ahead of another.
 
 A thread may make a call after the call of another thread has ended. Calls that overlap have no order, and are refused.
 If two threads take a lock for their calls, the calls do not overlap. But the threads may take turns in another order on
-another rank. So if calls are compared, the threads that make them are compared, too. Threads have names for this that
-are the same on all ranks.
+another rank. So if calls are compared, the threads that make the calls are compared, too. For this, a thread has a name
+that is the same on all ranks (see `hostir.job.threads`).
 """
 
 from __future__ import annotations
@@ -158,16 +158,17 @@ class Calls:
         name: the name of `caller` that is the same on all ranks.
         callers: all threads that have made calls.
         threads: the pairs of threads on this rank and another rank that have made the same calls.
-        paired: the latest such pair: the other rank, the name of its thread, and the name of the thread here.
+        paired: the latest pair in `threads`: the other rank, the name of the other rank's thread, and the name of this
+            rank's thread.
         operator: the name of the operator of hostir.torch that is calling an executor; empty for other callers.
         number: the number of the next call.
-        broken: the reason why this rank makes no more calls: its calls differ from the calls of other ranks. Empty if
-            they do not differ.
+        broken: the reason why this rank makes no more calls; empty if it may make calls. The reason is a difference
+            between its calls and the calls of other ranks.
         slots: the texts that this rank last read from the slots of the store.
         made: the number of calls that were not compared.
         trail: a hash of the sequence of the calls that were not compared.
-        asked: the number of calls that `compare_new` has compared since the last call that was not compared. There can
-            be several, because a call that fails may be followed by a call with other sizes.
+        asked: the number of calls that `compare_new` has compared since the last call that was not compared. It can
+            exceed 1, because a call with other sizes may follow a call that fails.
         posted: the keys that this rank has written in `compare_new`.
     """
 
@@ -270,7 +271,7 @@ class Calls:
             raise self._misaligned(f"{first} of the same ranks", hint)
 
     def _take_over(self, thread: threading.Thread) -> None:
-        """Let the next calls belong to this thread, except if it is a thread of autograd."""
+        """Record that the next calls belong to this thread, unless it is a thread of autograd."""
         if is_foreign(thread) and in_backward():
             return
         self.caller = thread
@@ -282,8 +283,8 @@ class Calls:
     def begin(self, call: Call, *, planned: bool) -> None:
         """Compare a call with the call of the rank that reached it first. The current thread holds the lock.
 
-        If the calls differ, raise a HostIRError that names both. If the first rank may already run its call, every rank
-        raises MisalignedError.
+        If the two calls differ, raise a HostIRError that names both calls. If the rank that came first may already run
+        its call, every rank raises MisalignedError.
 
         Args:
             call: the call of this rank.
@@ -333,11 +334,12 @@ class Calls:
         self.trail = hash((self.trail, checksum, _number(self.operator), in_backward()))
 
     def compare_new(self, call: Call) -> None:
-        """Compare a call whose sizes are new on this rank, if not all calls are compared. No rank waits.
+        """Compare a call with sizes that are new on this rank. No rank waits.
 
-        The first rank that has new sizes in its n-th call writes this call to the store. Every other rank that has new
-        sizes in its n-th call compares its call with this text. If the calls differ, or if the two ranks have made
-        different calls before, every rank raises MisalignedError.
+        This method is used if the ranks do not compare all calls. The first rank that has new sizes in its n-th call
+        writes this call to the store. Every other rank that has new sizes in its n-th call compares its call with this
+        text. If the calls differ, or if the two ranks have made different calls before, every rank raises
+        MisalignedError.
         """
         if not self.others:
             return
@@ -361,7 +363,10 @@ class Calls:
         raise self._misaligned(f"the calls of the ranks do not line up: {difference}", hint)
 
     def check_order(self) -> None:
-        """Raise MisalignedError if the calls of the ranks no longer match: all later calls would be off by one."""
+        """Raise MisalignedError if this rank must make no more calls.
+
+        The reason is that the calls of the ranks no longer match.
+        """
         if self.broken:
             raise MisalignedError(self.broken, f"rank {self.rank} makes no call any more")
 
@@ -378,7 +383,8 @@ class Calls:
     def _post(self, mine: str, planned: bool) -> tuple[int, bool, str]:
         """Write this rank's next call to the store, unless another rank has written its call there before.
 
-        Return the rank that was first, its `planned`, and the text of its call.
+        Return the rank that wrote its call first, the value of `planned` on that rank, and the text of that rank's
+        call.
 
         Args:
             mine: the text of this rank's call.
@@ -397,7 +403,7 @@ class Calls:
         return int(first), running == "1", text
 
     def _move(self) -> None:
-        """Go on to the next call."""
+        """Advance to the number of the next call, and to the next slot of the store."""
         self.slots[self.number % SLOTS] = self.slot_text
         self.number += 1
 
@@ -408,7 +414,7 @@ class Calls:
         thread of this rank instead: the running thread T with the name `theirs`.
 
         - If T has made calls of this team, return False.
-        - If T has not, wait, because T may still make one.
+        - If T has made no call of this team, wait, because T may still make a call.
         - After SHOWING seconds, stop waiting for T if T has made a call of another team.
         - After STARTING seconds, return False if T has made no call of any team.
 

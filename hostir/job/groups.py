@@ -29,7 +29,7 @@ _abandoned: list[Any] = []  # process groups of sessions that failed, which must
 
 
 def _alone(key: str, mine: str) -> list[str]:
-    """Do what `Groups.exchange` does, for a rank that is alone: return a list with only this rank's text."""
+    """Return a list that holds only `mine`. It replaces `Groups.exchange` for a rank that is alone."""
     return [mine]
 
 
@@ -56,12 +56,13 @@ class Groups:
         memory: the symmetric memory; None until a machine asks for it.
         streams: the worker streams of each program with symmetric memory, by the digest of the program. Executors that
             share memory share the streams.
-        timeouts: the reports of the kernels of each such program, by its digest.
-        broken: the reason why this rank runs nothing more; empty if it may. Either it could not connect to another
-            rank, or a call was interrupted on this rank with gloo. In the second case, data that peers still send for
-            this call would be received in the next call.
-        abandoned: the failure of a call that ended midway on some rank; else empty. It is set when this
-            rank's caller has got an error about the call. Before their next calls, the ranks renew their shared state.
+        timeouts: the timeouts that the kernels of such a program report, by the digest of the program.
+        broken: the reason why this rank runs no more calls; empty if it may run calls. Either this rank could not
+            connect to another rank, or a call was interrupted on this rank with gloo. In the second case, data that
+            peers still send for this call would be received in the next call.
+        abandoned: the failure of a call that ended midway on some rank; empty if there is no such call. It is set when
+            this rank's caller has received an error about the call. Before their next calls, the ranks renew their
+            shared state.
     """
 
     rank: int
@@ -131,7 +132,7 @@ class Groups:
 
         Args:
             done: True if the session ended without a failure. After a failure, the groups are not destroyed, because
-                that may wait for lost ranks. They end with the process.
+                their destruction may wait for lost ranks. Then the groups end with the process.
             default: True to destroy torch's default group, too.
         """
         each = (self,) if self._messages is None else (self, self._messages)
@@ -153,9 +154,9 @@ class Groups:
             _destroy(groups, default)
 
     def prepare(self, teams: Sequence[tuple[int, ...]]) -> None:
-        """Create the missing process groups of the teams in `teams` that this rank is in.
+        """Create the process group of each team in `teams` that contains this rank and has no group yet.
 
-        On CUDA the ranks of a group also connect, because they cannot connect during a graph capture.
+        On CUDA the ranks of a group also connect to each other now, because they cannot connect during a graph capture.
         """
         new = [team for team in teams if team not in self.made and self.rank in team]
         for team in new:
@@ -170,7 +171,7 @@ class Groups:
                 raise self._unreached(team, problem) from problem
 
     def _join(self, team: tuple[int, ...]) -> Any:
-        """Return a new process group of a team. Its ranks wait for each other.
+        """Return a new process group of a team. The ranks of the team wait for each other.
 
         Raise a HostIRError if a rank does not come. After that every attempt raises, because the store still holds
         keys of the failed attempt.
@@ -227,9 +228,10 @@ def _abort(group: Any, device: torch.device) -> None:
 
 
 def _destroy(groups: list[Any], default: bool) -> None:
-    """Destroy process groups and, with `default`, torch's default group, in the same order on all ranks.
+    """Destroy process groups in the same order on all ranks. If `default`, destroy torch's default group, too.
 
-    With NCCL this hangs if a CUDA graph with NCCL kernels still exists. Then print a warning after PARTING seconds.
+    With NCCL this hangs if a CUDA graph with NCCL kernels still exists. If it hangs, a warning is printed after PARTING
+    seconds.
     """
 
     def destroy() -> None:

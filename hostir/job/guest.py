@@ -32,7 +32,7 @@ _opening = threading.RLock()
 
 
 class Guest(Session):
-    """This process as a rank of a process group, which the user has made. `timeout` is the timeout of the group."""
+    """This process as a rank of a process group that the user has created. `timeout` is the timeout of the group."""
 
     limit = GuestWatchdog.limit
 
@@ -65,11 +65,11 @@ class Guest(Session):
             raise error(f"rank {self.rank} waits at {where}, and {lost}")
 
     def crossing(self) -> tuple[tuple[None, str], ...]:
-        """Return a note, for the error of a timeout, about other groups that this rank uses on the same device.
+        """Return notes for the error of a timeout. They name other groups that this rank uses on the same device.
 
         If ranks call two groups in different orders, calls of one group may wait for calls of the other. Return () if
-        this rank uses no other group. Even then ranks may wait for each other in a cycle, through groups that this rank
-        is not in.
+        this rank uses no other group. Even then, ranks may wait for each other in a cycle that passes through groups
+        without this rank.
         """
         others = [(name, guest) for name, guest in list(_guests.items()) if guest is not self]
         crossing = [
@@ -161,7 +161,11 @@ def _device(group: ProcessGroup, device: str | None) -> torch.device:
 
 
 def _timeout(group: ProcessGroup, device: torch.device) -> timedelta:
-    """Return the timeout of a process group: the timeout of its backend for the device, if there is such a backend."""
+    """Return the timeout of a process group.
+
+    It is the timeout of the group's backend for `device`. If the group has no such backend, it is the timeout of
+    another backend of the group, or torch's default.
+    """
     for kind in (device, *group._device_types):
         try:
             return group._get_backend(kind).options._timeout

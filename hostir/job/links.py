@@ -48,11 +48,11 @@ class RankEvent(NamedTuple):
     Fields:
         what: the type of the event.
             `failed`: a call of the rank has failed.
-            `abandoned`: a call of the rank has failed after peers may have noticed its beginning.
+            `abandoned`: a call of the rank has failed, and peers may already have noticed its beginning.
             `back`: the rank makes calls again after a failure.
             `done`: the rank has made its last call.
             `died`: the process of the rank has ended, or its host is lost.
-            `misaligned`: the rank has found that a rank may run a call that another rank does not make.
+            `misaligned`: the rank reports that some rank may run a call that another rank does not make.
         rank: the rank.
         words: details, for messages.
         renewals: for a failure, the number of times that the ranks had renewed their shared state before the call.
@@ -69,7 +69,7 @@ class Link:
 
     Fields:
         socket: the socket.
-        rank: the rank at the other end; -1 until it has sent its rank.
+        rank: the number of the rank at the other end; -1 until that rank has sent its number.
         rest: the received part of a line that is not complete yet.
     """
 
@@ -111,7 +111,7 @@ class Links:
     """The connections of one rank: from rank 0 to all other ranks, or from another rank to rank 0.
 
     Args:
-        store: a store that all ranks share. Rank 0 writes its address to it.
+        store: a store that all ranks share. Rank 0 writes its address to the store.
         rank: this rank.
         size: the number of ranks.
         keepalive: seconds after which a host that does not answer counts as lost.
@@ -121,7 +121,8 @@ class Links:
         unsent: events of this rank that wait for a connection.
         links: the open connections.
         linked: True if this rank has connected to rank 0; always True on rank 0.
-        vain: the time of the first attempt to connect that failed; 0 without one, infinite after a warning.
+        vain: the time of the first failed attempt to connect to rank 0. It is 0 if no attempt has failed, and infinite
+            after the warning about failed attempts.
         listener: the socket on which rank 0 listens; None on other ranks.
         changing: a lock that a thread holds while it changes the state.
         token: a secret of rank 0. A rank that connects sends it to show that it belongs to the job.
@@ -195,8 +196,8 @@ class Links:
     def await_all(self, event: RankEvent) -> None:
         """Wait until all ranks are connected, and then until this rank has received its own event from rank 0.
 
-        Rank 0 waits for the connections of all ranks; another rank waits only for its own connection. Each of the two
-        waits takes at most PATIENCE seconds.
+        Rank 0 waits for the connections of all ranks; another rank waits only for its own connection. The wait for the
+        connections and the wait for the event take at most PATIENCE seconds each.
         """
         deadline = time.monotonic() + PATIENCE
         while not self.complete() and time.monotonic() < deadline:
@@ -256,7 +257,7 @@ class Links:
             )
 
     def accept(self, listener: socket.socket) -> None:
-        """Accept new connections. The first line of a connection will tell the rank at its other end."""
+        """Accept new connections. The first line that arrives over a connection names the rank at the other end."""
         with contextlib.suppress(OSError):
             while True:
                 self.add(Link(listener.accept()[0], self.keepalive), -1)
@@ -269,8 +270,9 @@ class Links:
     def take(self, link: Link, line: list[Any]) -> None:
         """Process a line that has arrived over a connection.
 
-        Rank 0 receives the token and the rank of each other rank, and then its events. Other ranks receive the events
-        that rank 0 forwards. Raise a ValueError if the first line on rank 0 does not have the right token.
+        On rank 0, the first line of each connection holds the token and the number of the other rank. All later lines
+        hold events of that rank. The other ranks receive the events that rank 0 forwards. Raise a ValueError if the
+        first line on rank 0 does not have the right token.
         """
         if self.rank:
             self.events.append(RankEvent(*line))
@@ -292,7 +294,7 @@ class Links:
             self.spread(RankEvent("died", link.rank, why))
 
     def spread(self, event: RankEvent) -> None:
-        """Record an event. Rank 0 also sends it to all other ranks."""
+        """Record an event. If this rank is rank 0, also send the event to all other ranks."""
         self.events.append(event)
         if self.rank == 0:
             for link in self.links:
@@ -322,7 +324,7 @@ def _keep_alive(connection: socket.socket, seconds: float) -> None:
 
 
 class AlikeError(HostIRError):
-    """Raised on every rank in the same call, after the ranks have met, if one of them cannot go on.
+    """Raised on every rank in the same call if a rank cannot continue after the ranks have met.
 
     Because every rank raises it, no rank waits for another.
     """

@@ -36,8 +36,8 @@ class BufferInfo:
 
     Fields:
         name, rounds: the name of the buffer, and the indices of the loops around its allocation.
-        shape, dtype: its shape and dtype for the sizes at the rendezvous.
-        room: the number of bytes to allocate for it, if this is more than its shape needs.
+        shape, dtype: the buffer's shape and dtype for the sizes at the rendezvous.
+        room: the number of bytes to allocate for the buffer, if the buffer gets more bytes than its shape needs.
     """
 
     name: str
@@ -170,7 +170,7 @@ def _allocation(program: Program, name: str) -> Span | None:
 def first_refusal(reasons: Sequence[str]) -> HostIRError | None:
     """Return the error for the first rank that cannot share memory; return None if all ranks can.
 
-    `reasons` holds, for each rank, the reason why it cannot; empty if it can.
+    `reasons` has a text for each rank: the reason why the rank cannot share memory, or an empty text if it can.
     """
     rank, why = next(((rank, why) for rank, why in enumerate(reasons) if why), (0, ""))
     return error(f"rank {rank} cannot share memory with the others: {why}") if why else None

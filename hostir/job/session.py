@@ -141,7 +141,7 @@ class Session:
         self.watchdog = watchdog(self.store, self.rank, self.size, self.timeout, KEEPALIVE.get())
 
     def exchange(self, key: str, mine: str, timeout: float | None = None, where: str = "") -> list[str]:
-        """Post this rank's text under a key, wait for all ranks, and return the texts of all ranks in their order.
+        """Post this rank's text under a key, wait for all ranks, and return the texts of all ranks, by rank.
 
         A second use of a key is a separate exchange. Raise a HostIRError that names the ranks that do not arrive.
 
@@ -211,8 +211,8 @@ class Session:
     def check(self, where: str) -> None:
         """Raise an error if the calls of the ranks differ. A waiting rank calls this; `where` says where it waits.
 
-        In a session of a process group, raise also if a rank has died. In a session of the job, the watchdog then ends
-        this process.
+        In a session of a process group, also raise an error if a rank has died. In a session of the job, the death of a
+        rank raises no error here, because the watchdog ends this process.
         """
         if not hasattr(self, "watchdog") or self.rank in self.watchdog.done:  # while the job begins, or ends
             return
@@ -220,7 +220,7 @@ class Session:
             raise MisalignedError(self.watchdog.misaligned, f"rank {self.rank} was at {where}")
 
     def check_following(self, where: str) -> None:
-        """Raise an error if `check` raises one, or if another rank has abandoned a call.
+        """Raise an error if `check` raises an error, or if another rank has abandoned a call.
 
         A rank that has abandoned a call does not make the calls that this rank waits for.
         """
@@ -250,7 +250,7 @@ class Session:
         return self.watchdog.blame(self.watchdog.lost_call(event), abandoned=True)
 
     def renew(self) -> None:
-        """Meet all ranks and reset the state that they share, after each has raised an error for an abandoned call.
+        """Meet all ranks and reset their shared state, after every rank has raised an error for an abandoned call.
 
         If a rank does not come, or if a device does not become idle, raise a HostIRError. Then this rank makes no more
         calls. After any other exception, no rank makes more calls.
@@ -281,11 +281,14 @@ class Session:
         LOG.info("renewed what the ranks share, after a call that ended midway")
 
     def crossing(self) -> tuple[tuple[None, str], ...]:
-        """Return notes for the error of a timeout, about other groups for which this rank may wait."""
+        """Return notes for the error of a timeout. They name other groups for which this rank may wait."""
         return ()
 
     def first(self, what: str) -> bool:
-        """Return True on the first rank that calls this with the text `what`. This rank prints a message for all."""
+        """Return True on the first rank that calls this with the text `what`.
+
+        This rank then prints a message for all ranks.
+        """
         with contextlib.suppress(RuntimeError):  # the store may be gone
             return bool(self.first_store.add(f"said/{what}", 1) == 1)
         return True
@@ -293,7 +296,7 @@ class Session:
     def close(self, done: bool, timeout: float | None = None) -> None:
         """End the session, if it is the current session of the job.
 
-        If `done` is True, wait for the other ranks, at most `timeout` seconds. It is False after a failure.
+        If `done` is True, wait for the other ranks, at most `timeout` seconds. `done` is False after a failure.
         """
         global _current
         if _current is not self:
@@ -310,7 +313,7 @@ class Session:
         Args:
             done: True if the session ends without a failure.
             timeout: the seconds to wait for the other ranks; by default the timeout of the session.
-            wait: True to wait for the other ranks if this rank is `done`.
+            wait: True to wait for the other ranks. It has no effect if `done` is False.
         """
         for member in list(self.members):  # drops CUDA graphs before the groups and the memory that they use
             member._leave("its session has ended")
@@ -486,11 +489,11 @@ def _launchers_place() -> tuple[str, int]:
 
 
 def _met(rank: int, size: int, timeout: float, number: int) -> tuple[str, int]:
-    """Return the host and port of a store on rank 0 for all sessions of this process. The launcher provides no store.
+    """Return the host and port of a store for all sessions of this process. Rank 0 runs the store.
 
-    The ranks first meet at the launcher's address. There rank 0 posts the address of its store. Then the launcher's
-    address is free again. So other code can use it, and a rank that is early for the next session does not reach a
-    store that is about to close.
+    This store is used if the launcher provides no store. The ranks first meet at the launcher's address. There rank 0
+    posts the address of its store. Then the launcher's address is free again, and other code can use it. A rank that is
+    early for the next session does not reach a store that is about to close.
 
     Args:
         rank: this rank.

@@ -11,7 +11,7 @@ step by step need few rendezvous. The decision to meet depends only on the progr
 same decision.
 
 The memory belongs to the process group. Executors of equal programs share it for sizes of one kind, because their calls
-run one after another, like the calls of one executor. A plan keeps the memory that it was made for.
+run one after another, like the calls of one executor. A plan keeps using the memory for which it was made.
 
 Memory is released only at a rendezvous. First, memory that no plan uses is released. Then the least recently used
 memory is released, as long as a limit is exceeded. HOSTIR_SYMMETRIC_LIMIT is the limit for all programs together. If it
@@ -74,10 +74,13 @@ class Sharing(Protocol):
         """
 
     def reserve(self, size: int) -> None:
-        """Reserve what this rank needs for `map`. `size` is the largest number of bytes that any rank offers."""
+        """Reserve the resources that this rank needs for `map`.
+
+        `size` is the largest number of bytes that a rank offers.
+        """
 
     def map(self, offers: Sequence[Offer], ranks: set[int]) -> dict[int, torch.Tensor]:
-        """Map the memory of some ranks, including this rank; return the bytes of each rank, which are 0 at first.
+        """Map the memory of `ranks`, which include this rank; return a tensor of bytes for each of them, filled with 0.
 
         All ranks call this at the same rendezvous.
         """
@@ -86,7 +89,7 @@ class Sharing(Protocol):
         """Wait until all work that this rank has issued no longer uses the memory of any rank."""
 
     def release(self, memories: Sequence[SharedMemory], abort: Callable[[], None], seconds: float) -> str:
-        """End the work of a call that ended midway, and wait until it no longer uses the memory of any rank.
+        """End the work of a call that ended midway, and wait until this work no longer uses the memory of any rank.
 
         Work that waits for data from peers stops waiting. Return an empty text if no work uses memory any more.
         Otherwise return the reason why some work may still use it.
@@ -160,9 +163,9 @@ class SharedMemory:
         number: the number of the rendezvous at which the memory was allocated, the same on all ranks.
         offers: the offers of all ranks at this rendezvous.
         rooms: the number of bytes of each buffer.
-        flat: for each buffer and rank, all elements for which there is room, along one axis.
-        buffers: for each buffer and rank, the elements that the sizes at the rendezvous use.
-        read: the buffers that a peer reads, with the rank that owns them.
+        flat: for each buffer and rank, a tensor with one axis that holds all elements for which the buffer has room.
+        buffers: for each buffer and rank, a tensor of the elements that the sizes at the rendezvous use.
+        read: the buffers that a peer reads. Each item names a buffer and the rank that owns it.
         plans: the plans that use the memory.
         captured: the items of `plans` that CUDA graphs of the caller use.
         used: the time of the latest call that was bound to the memory, in seconds of this rank's clock.
@@ -258,7 +261,7 @@ class SymmetricMemory:
     def of(
         self, unrolled: UnrolledProgram, plan: object, kind: KindOfSizes = None, limit: int | None = None
     ) -> SharedMemory | None:
-        """Return the symmetric memory for a plan; return None if its program uses none.
+        """Return the symmetric memory for a plan; return None if the plan's program uses no symmetric memory.
 
         If no memory has room for the sizes, all ranks meet and allocate new memory. Every rank raises a HostIRError if
         the ranks cannot share memory, or if they disagree about the buffers.
@@ -266,8 +269,9 @@ class SymmetricMemory:
         Args:
             unrolled: the unrolled program of the plan.
             plan: the plan. It is recorded as a user of the memory.
-            kind: the kind of the sizes; None if they share memory with no other sizes.
-            limit: the limit of bytes for the program. If it is set, buffers get only as many bytes as the sizes need.
+            kind: the kind of the sizes; None if the sizes share memory with no other sizes.
+            limit: the largest number of bytes for the program. If it is set, buffers get only as many bytes as the
+                sizes need.
         """
         if not shares_memory(unrolled.program):
             return None
@@ -295,7 +299,8 @@ class SymmetricMemory:
     def renew(self, abort: Callable[[], None], seconds: float) -> None:
         """Give all memory its first contents again, after a call that ended midway. All ranks call this.
 
-        A rank clears its memory when no rank uses any memory. It returns when all ranks have cleared their memory.
+        A rank waits until no rank uses any memory, clears its memory, and waits until all ranks have cleared their
+        memory.
 
         Args:
             abort: ends the communications of this rank that are under way.
@@ -376,7 +381,8 @@ class SymmetricMemory:
     def surplus(self, program: Program, size: int) -> tuple[int, ...]:
         """Return the numbers of the memories to release before `size` more bytes are allocated for a program.
 
-        These are the memories that no plan uses. If a limit is still exceeded, the least recently used memories follow.
+        The result holds the memories that no plan uses. If a limit is still exceeded, it also holds the least recently
+        used memories.
         """
         limit = SYMMETRIC_LIMIT.get()
         surplus = [memory.number for memory in self.met.values() if not memory.plans]
@@ -399,7 +405,7 @@ class SymmetricMemory:
 
         Args:
             program: the program that needs new memory.
-            offer: this rank's offer for it.
+            offer: this rank's offer for the new memory.
             drops: the numbers of the memories that will be released.
         """
         limit = SYMMETRIC_LIMIT.get()
@@ -410,7 +416,7 @@ class SymmetricMemory:
         return f"@{program.name} needs {offer.bytes} bytes{others}, and HOSTIR_SYMMETRIC_LIMIT allows {limit}"
 
     def reserve(self, offers: Sequence[Offer]) -> str:
-        """Reserve what this rank needs to map the offered memory; return an error text if this fails, else "".
+        """Reserve the resources to map the offered memory; return an error text if this fails, else an empty text.
 
         The ranks exchange these texts. So no rank waits for a rank that failed.
         """
@@ -440,10 +446,10 @@ class SymmetricMemory:
 def _needs(
     unrolled: UnrolledProgram, rooms: Rooms
 ) -> tuple[tuple[BufferInfo, ...], tuple[PeerPlace, ...], tuple[PeerPlace, ...]]:
-    """Return the buffers that a rank must offer to its peers, and the buffers of peers that it uses.
+    """Return the buffers that a rank offers to peers, the peers' buffers that it accesses, and those that it reads.
 
-    The second item of the result holds all buffers of peers that the rank accesses. The third item holds the buffers of
-    peers that the rank reads. The flags of barriers are included in the first two.
+    The third item of the result is a part of the second item. The flags of barriers are in the first and in the second
+    item, but not in the third.
     """
     rank, uses = unrolled.rank, []
     mine = (op for op in unrolled.symmetric.values() if op.rank == rank)

@@ -1,9 +1,9 @@
 """Match threads of different ranks: give threads names that are the same on all ranks, and record pairs of threads.
 
 Python numbers all threads of a process together, and one rank may have more threads than another, such as a logger or a
-progress bar. So the names of Python differ between ranks. A *common name* is made of the class and the name of a
-thread, without digits. Threads with the same class and the same name without digits are numbered in the order of their
-start.
+progress bar. So the names that Python gives to threads differ between ranks. A *common name* is made of the class and
+the name of a thread, without digits. Threads with the same class and the same name without digits are numbered in the
+order of their start.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _naming = threading.Lock()
 def common_name(thread: threading.Thread) -> str:
     """Return the common name of a thread.
 
-    It is the same on all ranks if they start their threads of this class and name in the same order.
+    The common name is the same on all ranks if all ranks start their threads of this class and name in the same order.
     """
     with _naming:
         new = {each for each in (*threading.enumerate(), thread) if each not in _names}
@@ -81,7 +81,7 @@ class ThreadPairs:
 
         Args:
             rank: the other rank.
-            theirs: the common name of its thread.
+            theirs: the common name of the other rank's thread.
             mine: the common name of the thread on this rank.
         """
         (kind, number), (our_kind, ours) = _split(theirs), _split(mine)
@@ -94,9 +94,9 @@ class ThreadPairs:
     def add(self, rank: int, theirs: str, mine: str) -> bool:
         """Record that two threads make the same call; return False if they cannot correspond to each other.
 
-        The arguments are the same as in `known`. Threads whose common names differ only in the number must be paired in
-        the order of these numbers. Threads whose names differ in more cannot correspond if a thread named `theirs` has
-        made calls on this rank.
+        The arguments are the same as in `known`. If the two common names differ only in the number, threads must be
+        paired in the order of these numbers. If they differ in more than the number, the threads cannot correspond if a
+        thread named `theirs` has made calls on this rank.
         """
         (kind, number), (our_kind, ours) = _split(theirs), _split(mine)
         if kind != our_kind:

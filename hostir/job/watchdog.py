@@ -9,9 +9,9 @@ Each rank has a watchdog thread. It checks for four events:
 If one of them occurs, the thread prints one diagnostic that names this rank, its current statement and the cause. Then
 it ends the process at once, because a thread that is stuck in a collective cannot be stopped.
 
-Ranks notice a death by the connections of `hostir.job.links`, which live as long as the processes. So a process that is
-busy, stopped or holds the GIL does not count as dead. A call with a plan does two comparisons for the watchdog. The
-watchdog itself reads the position of a run from the iterator of the run.
+Ranks notice the death of a process when its connections close (see `hostir.job.links`). So a process that is busy,
+stopped or holds the GIL does not count as dead. A call with a plan does two comparisons for the watchdog. The watchdog
+thread reads the current operation of a run from the iterator of the run.
 
 If a call fails, its caller gets an error and may try again. If the call has failed on every rank, nothing else happens.
 Otherwise each rank has HOSTIR_TIMEOUT seconds to make its next call. If a rank does not make it, all ranks end with the
@@ -62,10 +62,16 @@ class Watched(Protocol):
         """Return a value that changes whenever the run makes progress; return None if progress cannot be observed."""
 
     def reported_problem(self) -> str:
-        """Return the errors that the device has reported and no call has raised, or an empty string."""
+        """Return the errors that the device has reported, as text; empty if there are no such errors.
+
+        Errors that a call has already raised are left out.
+        """
 
     def give_up(self, problem: HostIRError) -> None:
-        """Raise this error in the current run, where it waits for a peer. Work on a device cannot be stopped."""
+        """Raise this error in the current run, at the place where the run waits for a peer.
+
+        Work on a device cannot be stopped.
+        """
 
 
 class Watchdog:
@@ -82,7 +88,8 @@ class Watchdog:
         plan: the plan of the current run, or of the latest run.
         replaced: the plans that `observe` has replaced during captures. They are not released yet.
         inspecting: a lock that the watchdog thread holds while it uses a plan.
-        clock: the seconds in which this thread could run. Time in which the process was stopped does not count.
+        clock: the number of seconds in which this thread could run. Time in which the process was stopped does not
+            count.
         stood: the latest progress of a run, and the clock at that moment.
         links: the connections to the other ranks.
         everyone: all ranks.
@@ -95,10 +102,10 @@ class Watchdog:
         away: the ranks that have not made another call since the first failure.
         since: the clock at the first failure.
         misaligned: the first report that the calls of the ranks differ; else empty.
-        disturbed: True if this rank's next call must look at an event before it runs.
+        disturbed: True if this rank's next call must handle an event before it runs.
         renewals: the number of times that the ranks have renewed their shared state.
         abandoned: the event of a rank that has abandoned a call since the latest renewal.
-        raised: the error that this rank has raised to its caller, who may be printing it.
+        raised: the error that this rank has raised to its caller. The caller may still be printing the error.
         acknowledged: True if the caller knows the error of the latest plan.
         wake, signalled: the ends of a pipe that wakes the thread.
         closing: set when the thread has to end.
@@ -143,7 +150,7 @@ class Watchdog:
     def observe(self, plan: Watched, capturing: bool = False) -> None:
         """Watch a plan that runs now, or that is captured into a CUDA graph (`capturing`).
 
-        The plan that was watched before is released in this thread, but not during a capture. Memory that the GPU
+        The previously watched plan is released in the calling thread, but not during a capture. Memory that the GPU
         shares with peers may be freed with the plan, and then the driver waits until the device is idle.
         """
         if plan is self.plan and (capturing or not self.replaced):
@@ -207,7 +214,8 @@ class Watchdog:
     def close(self, done: bool = True) -> None:
         """End the thread and close the connections.
 
-        `done` is False if this rank is about to exit with an error. Then SIGTERM must not interrupt its printing.
+        `done` is False if this rank is about to exit with an error. Then SIGTERM must not interrupt the printing of the
+        error.
         """
         self.closing.set()
         os.write(self.signalled, b"\0")
@@ -253,7 +261,8 @@ class Watchdog:
     def ends_by_itself(self) -> bool:
         """Wait up to LAST_WORDS seconds for this rank to end by an error that it has raised; return True if it ends.
 
-        Return False at once if it has raised no error. The traceback of its error says more than the watchdog.
+        Return False at once if this rank has raised no error. The traceback of the error says more than the watchdog's
+        message.
         """
         return self.raised is not None and self.closing.wait(LAST_WORDS)
 
@@ -302,7 +311,7 @@ class Watchdog:
             plan.give_up(self.lost_call(event))
 
     def lost_call(self, event: RankEvent) -> HostIRError:
-        """Return the error for this rank's caller if a call has ended midway on another rank."""
+        """Return the error for this rank's caller about a call that has ended midway on another rank."""
         what = f"a call ended midway on another rank, and what rank {self.rank} has issued may wait for its rest"
         return HostIRError(Diagnostic(f"{what}: {event.words}", hint=RENEWAL))
 
@@ -374,8 +383,8 @@ class Watchdog:
     def install_handler(self) -> None:
         """Install a handler so that SIGTERM wakes the watchdog thread, even if the main thread is stuck outside Python.
 
-        When a rank has ended, a launcher sends SIGTERM to the other ranks. If the user has installed a handler, before
-        or after, the user's handler is called instead. If it calls our handler, this rank ends.
+        When a rank has ended, a launcher sends SIGTERM to the other ranks. If the user installs a handler, earlier or
+        later, only the user's handler is called. If the user's handler calls this handler, this rank ends.
         """
         if threading.current_thread() is not threading.main_thread():
             return
@@ -431,7 +440,7 @@ class GuestWatchdog(Watchdog):
     """The watchdog of one rank of a process group. It raises errors in calls, and never ends the process.
 
     It installs no signal handlers. If a rank makes no calls, or fails in a call, the other ranks get an error only when
-    they wait for it. If a rank dies, no rank of the group can make more calls.
+    they wait for this rank. If a rank dies, no rank of the group can make more calls.
 
     Fields:
         gave_up: True if the watchdog has raised an error in a call of this rank. Other ranks may still be in this call.
@@ -454,7 +463,10 @@ class GuestWatchdog(Watchdog):
         self.gave_up = False
 
     def cause(self) -> str:
-        """Return an empty text. Other ranks do not end this rank: only a call without progress is ended."""
+        """Return an empty text, because the failure of another rank does not end this rank.
+
+        Only a call that makes no progress is ended.
+        """
         return ""
 
     def standstill(self) -> str:

@@ -100,8 +100,8 @@ def _splits(domains: Sequence[IterDomain], outer: Collection[int], place: int, s
 def _outer_parts(domains: Sequence[IterDomain], place: int, free: Collection[int]) -> Iterator[tuple[int, ...]]:
     """Yield the possible outer parts of the printed axis at index `place`. Each item is a tuple of indices of axes.
 
-    `free` holds the indices of the axes to its left that may be its outer parts. The last item is (): the axis has no
-    outer parts.
+    `free` holds the indices of the axes that may be outer parts; they are to the left of `place`. The last item is (),
+    which stands for no outer parts.
     """
     inner = domains[place]
     same = [k for k in free if domains[k].iter_type == inner.iter_type]
@@ -137,7 +137,7 @@ def _chains(
 
 
 def _missing(domains: Sequence[IterDomain], split: Split) -> int:
-    """Return the number of axes that are printed as inner parts of a split, but have no outer parts in this reading.
+    """Return the number of axes that are printed as inner parts of a split, but that have no outer parts in `split`.
 
     For example, a select may have removed the outer parts.
     """

@@ -27,12 +27,13 @@ class Builder:
     Fields:
         types: the types of printed tensors.
         names: the names that the program uses.
-        scope: the values in scope, by the names that the dump prints: T4, Communication 7, Stream 0, index i0.
+        scope: the values in scope, by the names that the dump prints, such as T4, Communication 7, Stream 0 and i0.
         body: the statements of the current block.
-        loops: for the index of each loop around the current statement, the number of rounds of the loop.
+        loops: a map from the index of each loop around the current statement to the number of rounds of the loop.
         unsliced: the names of values that hold all slices of a tensor with a stream axis.
-        owned: for each block around the current statement, the buffers that are not freed yet, by name.
-        memory: for each view, the name of its buffer.
+        owned: the buffers that are not freed yet, by name. There is one entry for each block around the current
+            statement.
+        memory: a map from the name of each view to the name of its buffer.
         streams: the streams that the dump uses.
     """
 
@@ -66,7 +67,10 @@ class Builder:
         return self.scope[tensor.name]
 
     def operand(self, tensor: TensorNode) -> Value:
-        """Return the value for a printed operand. Inside a loop over its slices, it is the slice of this round."""
+        """Return the value for a printed operand.
+
+        In a loop over the slices of the operand, the value is the slice of the current round.
+        """
         value = self.tensor(tensor)
         cut = self.cut(tensor, value) if self.loops else None
         return self.slice(value, *cut, tensor) if cut else value
@@ -79,7 +83,7 @@ class Builder:
         Args:
             unsliced: the value.
             axis: the axis that is cut into slices.
-            count: the number of slices. The slices belong to the innermost loop with as many rounds.
+            count: the number of slices. The slices belong to the innermost loop with this number of rounds.
             tensor: the printed tensor, for names and messages.
         """
         if unsliced.name not in self.unsliced:
@@ -100,7 +104,7 @@ class Builder:
     def cut(self, tensor: TensorNode, x: Value) -> tuple[int, Size] | None:
         """Return the index of the axis of `x` that the dump cuts into slices for streams, and the number of slices.
 
-        `tensor` is the printed form of `x`. Return None if it has no stream axis.
+        `tensor` is the printed form of `x`. Return None if `tensor` has no stream axis.
         """
         kept = [group for group in self.types.logical(tensor, x.tensor.partial)[0] if not group.reduced]
         for axis, group in enumerate(kept):
@@ -113,7 +117,10 @@ class Builder:
         return None
 
     def destination(self, tensor: TensorNode) -> Value:
-        """Return the value that a statement writes for a printed result. If it does not exist yet, allocate it."""
+        """Return the value that a statement writes for a printed result.
+
+        If the value does not exist yet, allocate it.
+        """
         return self.operand(tensor) if tensor.name in self.scope else self.allocate(tensor)
 
     def allocate(self, tensor: TensorNode) -> Value:
@@ -130,13 +137,16 @@ class Builder:
     def sliced(self, tensor: TensorNode) -> bool:
         """Return True if the current statement computes only one slice of a printed tensor.
 
-        This holds if a loop around the statement has as many rounds as the tensor has slices.
+        It does if the number of rounds of a loop around the statement is the number of slices of the tensor.
         """
         stream = _stream(tensor)
         return stream is not None and self.loop_over(stream.extent.size) is not None
 
     def loop_over(self, slices: Size) -> Value | None:
-        """Return the index of the innermost loop around this statement with `slices` rounds, or None."""
+        """Return the index of the innermost loop around this statement that has `slices` rounds.
+
+        Return None if no such loop exists.
+        """
         resolve = self.types.sizes.resolve
         return next((i for i in reversed(self.loops) if resolve(self.loops[i]) == resolve(slices)), None)
 
@@ -152,7 +162,7 @@ class Builder:
                     owned.pop(self.memory.get(x.name, x.name), None)
 
     def free_the_rest(self, kept: Iterable[Value] = ()) -> None:
-        """End a block: free the buffers that it allocated and did not free, except the buffers of the values `kept`.
+        """End a block: free the buffers that the block allocated but did not free, except buffers of the values `kept`.
 
         A dump may leave buffers without a Deallocate, because nvFuser then frees them automatically.
         """

@@ -1,8 +1,8 @@
-"""Choose the logical axes of each printed tensor so that all statements of a dump are valid.
+"""Choose the reading of each printed tensor so that all statements of a dump are valid.
 
-A reading of a printed tensor says which logical axes its printed axes belong to. If extents are numbers, there may be
-several readings (see `hostir.nvfuser.axes.readings`). A statement allows only some of them. For example, a weight has
-two axes, an allreduce keeps the shape, and a slice has the same axes as its tensor.
+A reading of a printed tensor assigns each printed axis to a logical axis. If extents are numbers, there may be several
+readings (see `hostir.nvfuser.axes.readings`). A statement allows only some of them. For example, a weight has two axes,
+an allreduce keeps the shape, and a slice has the same axes as its tensor.
 
 Readings that a statement does not allow are dropped until nothing changes. Then each tensor that still has several
 readings takes its likeliest reading, in the order in which tensors are printed. After each of these choices, readings
@@ -80,13 +80,16 @@ Chosen = dict[TensorNode, Reading]
 
 @dataclass(frozen=True)
 class Rule:
-    """A constraint on the readings of two tensors: `fits` returns True for a pair of readings that is possible."""
+    """A constraint on the readings of two tensors. `fits` returns True for a possible pair of readings."""
 
     tensors: tuple[TensorNode, ...]
     fits: Callable[[Reading, Reading], bool]
 
     def fitting(self, left: Readings) -> list[Chosen]:
-        """Return the possible pairs of readings of the two tensors. `left` holds the readings left for each tensor."""
+        """Return the possible pairs of readings of the two tensors.
+
+        `left` holds the remaining readings of each tensor.
+        """
         a, b = self.tensors
         pairs = product_of(left[a], left[b]) if a != b else zip(left[a], left[a], strict=True)
         return [{a: one, b: other} for one, other in pairs if self.fits(one, other)]
@@ -96,9 +99,9 @@ class Rule:
 class Computation:
     """A constraint on the readings of the tensors of a computation.
 
-    A computation matches axes of its operands with axes of its result. Matched axes must lie on the same devices. If
-    the computation is in a loop and both tensors are sliced for streams, matched axes must also be sliced in the same
-    way.
+    A computation matches axes of its operands with axes of its result. Matched axes must lie on the same devices.
+    Suppose that the computation is in a loop, and that both tensors with matched axes are sliced for streams. Then the
+    matched axes must also be sliced in the same way.
 
     Fields:
         node: the printed computation.
@@ -115,7 +118,7 @@ class Computation:
     def fitting(self, left: Readings) -> list[Chosen]:
         """Return the possible combinations of readings, one reading for each tensor of the computation.
 
-        `left` holds the readings left for each tensor.
+        `left` holds the remaining readings of each tensor.
         """
         tensors = tuple(dict.fromkeys(self.node.tensors))
         choices: list[Chosen] = []
@@ -170,7 +173,7 @@ class Axes:
 
     Args:
         dump: the dump.
-        parts: for the name of each partial sum, the device axes, x or y, that hold its terms.
+        parts: a map from the name of each partial sum to the device axes, x or y, that hold its terms.
         over: returns the device axis, x or y, along which the team of a communication lies.
     """
 
@@ -198,7 +201,8 @@ class Axes:
     def _choose(self, rules: Iterable[Rule | Computation]) -> None:
         """Choose one reading for each tensor so that all rules allow the choice.
 
-        A rule that allows none of the readings is ignored here. Its statement is invalid, and `DumpReader` reports it.
+        If a rule allows no combination of readings, the rule is ignored here. Then its statement is invalid, and
+        `DumpReader` reports this.
         """
         rules = [rule for rule in rules if rule.fitting(self.left)]
         self.left = _pruned(self.left, rules, self.left) or self.left
@@ -243,7 +247,8 @@ class Axes:
     def _communication(self, node: CommunicationNode) -> Rule:
         """Return the rule of a communication: operand and result have the same shape.
 
-        For a collective, they also have the same sharding, except over the devices of the collective's team.
+        In a collective, operand and result also have the same sharding, except over the devices of the collective's
+        team.
         """
         if node.type.text not in BETWEEN_RANKS:
             return Rule(node.tensors, lambda x, out: _alike(x.kept, out.kept))
@@ -289,14 +294,15 @@ def _marks(group: LogicalAxis, without: Collection[str]) -> list[str]:
 
 
 def _pruned(left: Readings, rules: Sequence[Rule | Computation], changed: Collection[TensorNode]) -> Readings | None:
-    """Drop readings that a rule does not allow, until nothing changes; return the readings left for each tensor.
+    """Drop readings that a rule does not allow, until nothing changes; return the remaining readings of each tensor.
 
     Return None if a rule allows no combination of readings.
 
     Args:
         left: the readings of each tensor.
         rules: the rules.
-        changed: the tensors that have other readings since the rules were last applied. Their rules are applied first.
+        changed: the tensors whose readings have changed since the rules were last applied. The rules of these tensors
+            are applied first.
     """
     left, of = dict(left), defaultdict(list)
     for n, rule in enumerate(rules):

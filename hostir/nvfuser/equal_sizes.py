@@ -24,11 +24,11 @@ SizeUse = tuple[Size, object, int]  # the size of a tensor's axis, the tensor (o
 class EqualSizes:
     """The sizes that a dump forces to be equal although it gives them different names.
 
-    Of equal symbols, one is *canonical*. The others are defined by canonical symbols and numbers.
+    Of several equal symbols, one is *canonical*. The other symbols are defined by canonical symbols and numbers.
 
     Fields:
-        order: for each symbol, its position in the order in which symbols first appear in the dump.
-        known: for each symbol that is not canonical, its definition.
+        order: the position of each symbol in the order in which symbols first appear in the dump.
+        known: the definition of each symbol that is not canonical.
     """
 
     def __init__(self, symbols: Iterable[str]) -> None:
@@ -113,9 +113,10 @@ def computed(s: TensorOp) -> Iterator[tuple[SizeUse, SizeUse]]:
 
 
 def maps_of(s: TensorOp) -> tuple[tuple[int, ...], ...]:
-    """Return a map for each operand of a computation: for each axis of the operand, the matching axis of the result.
+    """Return a map for each operand of a computation.
 
-    Unlike `TensorOp.maps`, this also works while equal sizes still have different names.
+    The map gives, for each axis of the operand, the matching axis of the result. Unlike `TensorOp.maps`, this function
+    also works while equal sizes still have different names.
     """
     if not isinstance(s, Binary):
         return s.maps()
@@ -155,5 +156,8 @@ def _canonical(value: Value, sizes: EqualSizes) -> Value:
 
 
 def _sized(s: Statement, sizes: EqualSizes) -> Statement:
-    """Return a loop or a chunk with its number of rounds or pieces in canonical symbols; others are unchanged."""
+    """Write the number of rounds of a loop, or of pieces of a chunk, in canonical symbols; return the statement.
+
+    All other statements are returned unchanged.
+    """
     return replace(s, count=sizes.resolve(s.count)) if isinstance(s, (For, Chunk)) else s

@@ -1,7 +1,8 @@
 """Define the nodes into which a dump of nvFuser's host IR is parsed: one node for each printed statement.
 
 A node holds the printed data without interpretation: tensors with their IterDomains, extents with their ceilDivs, and
-the names of streams and indices. Versions of nvFuser spell some statements differently. The nodes hide this.
+the names of streams and indices. Versions of nvFuser spell some statements differently. The nodes are the same for all
+spellings.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ class StreamNode(Node):
 
 @dataclass(frozen=True)
 class LoopNode(Node):
-    """A loop: FOR index from 0 to count."""
+    """A loop, printed as `FOR index from 0 to count:`."""
 
     index: Token
     count: AxisExtent
@@ -116,7 +117,8 @@ class LoopNode(Node):
 class AllocateNode(Node):
     """A statement that allocates a tensor, printed as ALLOCATE.
 
-    `always` is False if it is printed with `buffer=`. Then it does nothing if the tensor already has memory.
+    `always` is False if the statement is printed with `buffer=`. Such a statement does nothing if the tensor already
+    has memory.
     """
 
     out: TensorNode
@@ -173,7 +175,7 @@ class WaitNode(Node):
 
 @dataclass(frozen=True)
 class DelayNode(Node):
-    """A delay of a stream, printed as `Delay(microseconds)`. Only hostir prints it, not nvFuser."""
+    """A delay of a stream, printed as `Delay(microseconds)`. Only hostir prints it; nvFuser has no such statement."""
 
     microseconds: int
 

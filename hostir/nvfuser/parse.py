@@ -1,7 +1,7 @@
 """Parse a dump of nvFuser's host IR into nodes, by recursive descent.
 
-The body of a loop consists of the lines that are indented deeper than the loop's header. Otherwise line ends have no
-meaning, because nvFuser breaks long statements.
+The body of a loop consists of the lines that are indented deeper than the loop's header. Apart from that, the ends of
+lines have no meaning, because nvFuser breaks long statements into several lines.
 
 Every syntax error, and every statement that a host program cannot express, raises one HostIRError at its position.
 Options that do not matter for host programs (`mem_type`, `size`, `cache_op`, `backend`, ...) are skipped.
@@ -217,10 +217,10 @@ class _DumpParser(PartParser):
         raise _no_meaning(head, STATEMENTS)
 
     def maybe_in_parentheses(self, read: Callable[[], T], word: str = "") -> T:
-        """Parse the operand of a statement by a call of `read`, with or without parentheses around the operand.
+        """Parse the operand of a statement by a call of `read`. The operand may be in parentheses.
 
-        Current versions of nvFuser print `Statement(x)`. Older versions print `Statement x`, or `Statement word x` with
-        this `word`.
+        Current versions of nvFuser print `Statement(x)`. Older versions print `Statement x`, or `Statement word x`,
+        where `word` is the argument of this method.
         """
         if not self.skip("("):
             self.skip(word)
@@ -312,7 +312,7 @@ class _DumpParser(PartParser):
         return ViewNode(span, {"Dense": "dense", "Set.Permute": "permute"}.get(name, "reshape"), out, x)
 
     def call(self, name: Token) -> CallNode:
-        """Parse the arguments in parentheses after a name; return them with the name."""
+        """Parse the arguments in parentheses after the name of a call; return the call."""
         call = CallNode(name)
         self.listed(lambda: self.argument(call), "(", ")")
         return call

@@ -1,4 +1,4 @@
-"""Parse the parts of statements of a dump: tensors, meshes, extents, index expressions."""
+"""Parse the parts of a dump's statements: tensors, meshes, extents and index expressions."""
 
 from __future__ import annotations
 

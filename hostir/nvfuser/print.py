@@ -34,7 +34,7 @@ class Printed:
     Fields:
         head: the name with memory and dtype, such as `T0_g_float`.
         lead: the device axes that hold the terms of a partial sum.
-        axes: for each axis of the tensor, its IterDomains, outermost first.
+        axes: the IterDomains of each axis of the tensor, outermost first.
         mesh: the DeviceMesh; empty if the type has no mesh.
     """
 
@@ -54,9 +54,9 @@ class DumpPrinter:
 
     Fields:
         program: the program.
-        names: the names that the dump uses already.
-        shown: for each tensor, its printed text.
-        other: for each stream, handle and index, its printed name.
+        names: the names that the dump already uses.
+        shown: a map from the name of each tensor to its printed text.
+        other: a map from the name of each stream, handle and index to its printed name.
         domains: the number of IterDomains that have been printed so far.
         tensors, streams, handles: the numbers of tensors, streams and communications that have been defined so far.
         uses_pool: True if a stream of the pool has been printed.
@@ -88,8 +88,8 @@ class DumpPrinter:
         Args:
             value: the tensor.
             memory: the letter that nvFuser prints for the memory: g for a buffer, l for a view.
-            order: axes are numbered in ascending order of these values; by default from left to right. For a permute,
-                this is the order of the operand's axes.
+            order: a value for each axis. Axes are numbered in ascending order of these values; by default from left to
+                right. A permute passes the position of each axis in the operand.
         """
         type = value.tensor
         if type.dtype == FLAG:
@@ -220,7 +220,10 @@ class DumpPrinter:
         return [f"{out} = view( {x} )"]
 
     def chunk(self, s: host.Chunk) -> Printed:
-        """Return the printed result of a chunk. Like nvFuser, print the axis uncut, split by a stream axis."""
+        """Return the printed result of a chunk.
+
+        As in nvFuser, the axis keeps its full extent. It is printed as a stream axis and the parts around it.
+        """
         out = self.define(s.out, "l")
         cut = 0
         for factor in s.x.tensor.axes[s.axis].factors:
@@ -261,7 +264,7 @@ class DumpPrinter:
         return _assign(out, f"{s.keyword()}({first});")
 
     def summed(self, s: ops.Sum, out: Printed) -> Printed:
-        """Return the printed result of a sum. Like nvFuser, print the reduced axis, too."""
+        """Return the printed result of a sum. As in nvFuser, the printed result shows the reduced axis, too."""
         reduced = self.axis(s.x.tensor.axes[s.axis], s.x.tensor.mesh, iter_type="r")
         return Printed(out.head, out.lead, (*out.axes[: s.axis], reduced, *out.axes[s.axis :]), out.mesh)
 
@@ -327,7 +330,7 @@ def _devices(mesh: Mesh) -> str:
 
 
 def _size(size: Size) -> str:
-    """Return the text of a size. Like nvFuser, write each product or quotient of two operands in parentheses."""
+    """Return the text of a size. As in nvFuser, each product or quotient of two operands is in parentheses."""
     up = [name for name, power in size.symbols for _ in range(power)]
     down = [name for name, power in size.symbols for _ in range(-power)]
     up = [str(size.num), *up] if size.num != 1 or not up else up

@@ -54,16 +54,16 @@ V = TypeVar("V", bound=views.ViewStatement)
 
 
 class DumpReader(Builder):
-    """Translates one dump to a host program, node by node.
+    """Translates one dump into a host program, node by node.
 
     Fields:
         dump: the dump.
-        file: the name of its file.
+        file: the name of the dump's file.
         selected: the selects so far, by the names of their results.
-        transfers: for each transfer so far, the roots with which it was printed. Its key is its type, the name of its
-            operand and the name of its result.
+        transfers: the roots with which each transfer so far was printed. The key of a transfer consists of its type,
+            the name of its operand and the name of its result.
         merged: the numbers of printed communications that were merged into an earlier communication.
-        uses: for each tensor, the number of times that the dump names it.
+        uses: the number of times that the dump names each tensor.
     """
 
     def __init__(self, dump: Dump, file: str) -> None:
@@ -92,9 +92,9 @@ class DumpReader(Builder):
         return with_canonical_sizes(program, sizes), warnings
 
     def output(self, tensor: TensorNode, warnings: list[Diagnostic]) -> Value | None:
-        """Return the value of a printed output. If it exists only inside a loop, add a warning and return None.
+        """Return the value of a printed output. If the output is only in a loop, add a warning and return None.
 
-        Raise HostIRError if the dump never computes it.
+        Raise HostIRError if the dump never computes the output.
         """
         if tensor.name in self.scope:
             return self.scope[tensor.name]
@@ -160,9 +160,9 @@ class DumpReader(Builder):
         self.emit(loop, node.span)
 
     def preallocate(self, loop: LoopNode) -> None:
-        """Allocate tensors before a loop if the loop writes them slice by slice and they are also used outside it.
+        """Allocate, before a loop, the tensors that the loop writes slice by slice and that are also used outside it.
 
-        A tensor that the dump allocates or that is a view is left out.
+        Views are left out. Tensors that the dump allocates inside the loop are left out, too.
         """
         inside = list(walk(loop.body))
         uses = Counter(t.name for node in inside for t in node.tensors)
@@ -193,7 +193,10 @@ class DumpReader(Builder):
             self.emit(ops.DenseCopy(out, target), node.span)
 
     def inferred(self, view: V, node: ViewNode) -> V:
-        """Return the view with the type that its operand implies. Raise if its shape is not the printed shape."""
+        """Return the view with the type that its operand implies.
+
+        Raise if the shape of this type is not the printed shape.
+        """
         printed, name = view.out.tensor, node.out.name
         view = replace(view, span=node.span)
         type = view.infer()
@@ -240,8 +243,8 @@ class DumpReader(Builder):
     def order(self, node: ViewNode) -> tuple[int, ...]:
         """Return the order of the axes in a permute: for each axis of the result, the index of the operand's axis.
 
-        It follows from the printed numbers of the result's axes, because nvFuser numbers them in the order of the
-        operand's axes.
+        The order follows from the printed numbers of the result's axes, because nvFuser assigns these numbers in the
+        order of the operand's axes.
         """
         numbers = [min(d.number for d in g.domains) for g in self.types.logical(node.out)[0] if not g.reduced]
         return tuple(sorted(numbers).index(n) for n in numbers)
@@ -299,7 +302,7 @@ class DumpReader(Builder):
         return True
 
     def summed(self, node: ComputeNode, x: Value, out: Value) -> int:
-        """Return the index of the axis that a reduction sums over. In the printed result it is the reduced axis."""
+        """Return the index of the axis that a reduction sums over. The printed result shows it as a reduced axis."""
         kept, _ = self.types.logical(node.out, out.tensor.partial)
         reduced = [k for k, group in enumerate(kept) if group.reduced]
         if len(reduced) != 1 or len(kept) != len(x.tensor.axes):
@@ -339,10 +342,11 @@ class DumpReader(Builder):
         self.emit(COLLECTIVES[communication](x, out, handle, over), node.span)
 
     def summand(self, x: Value, over: str, node: CommunicationNode) -> Value:
-        """Prepare the operand of a reducing communication that holds the addends along a device axis.
+        """Convert the operand of a reducing communication to a partial sum, and return the partial sum.
 
-        nvFuser's communications accept such a tensor, and hostir's do not. So add a sum over this axis, which has one
-        entry on each rank. Return the result, a partial sum over the mesh axis `over`.
+        The operand `x` holds the addends along a device axis. nvFuser's communications accept such an operand, but
+        hostir's communications do not. So this method appends a `sum` over the device axis to the program. On each
+        rank, this axis has one entry. The result of the `sum` is a partial sum over the mesh axis `over`.
         """
         axis = x.tensor.axis_on(over)
         if axis is None:

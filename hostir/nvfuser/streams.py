@@ -19,8 +19,7 @@ class Streams:
     Fields:
         pool: the number of streams in nvFuser's pool.
         uses_pool: True if the dump uses this pool or defines its size.
-        lone: the streams outside the pool, which the dump prints by address, such as `Stream 0x1f`. They are numbered
-            from 0.
+        lone: the streams outside the pool, numbered from 0. The dump prints them by address, such as `Stream 0x1f`.
     """
 
     def __init__(self, streams: int | None) -> None:

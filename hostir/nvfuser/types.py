@@ -20,7 +20,8 @@ class Unprinted:
 
     Fields:
         mark: the mesh axis.
-        axis: the index of the tensor's axis that is sharded over it; None if the tensor is a partial sum over it.
+        axis: the index of the tensor's axis that is sharded over the mesh axis; None if the tensor is a partial sum
+            over the mesh axis.
     """
 
     mark: str
@@ -33,7 +34,7 @@ class Types:
     Fields:
         sizes: the sizes that the dump forces to be equal.
         meshes: the mesh of each printed DeviceMesh. The key None stands for tensors that are printed without a mesh.
-        partials: for the name of each partial sum, the mesh axes along which each rank holds one term.
+        partials: a map from the name of each partial sum to the mesh axes along which each rank holds one term.
         unprinted: the distributions that the dump does not print, by the name of the tensor.
         axes: the logical axes of each printed tensor.
     """
@@ -68,8 +69,8 @@ class Types:
         """Return the logical axes of a printed tensor, and the mesh axes over which the tensor is a partial sum.
 
         The logical axes include reduced axes. nvFuser prints a partial sum with an additional device axis, which holds
-        its terms. Such a device axis is not among the returned axes. A program written by hand may not print it (see
-        `_unprinted`).
+        its terms. Such a device axis is not among the returned axes. A program written by hand may lack the additional
+        device axis (see `_unprinted`).
 
         Args:
             tensor: the printed tensor.
@@ -119,8 +120,9 @@ class Types:
         Args:
             group: the logical axis.
             mesh: the mesh of the tensor.
-            sliced: True if the value holds only one slice: its stream axis then has extent 1.
-            unprinted: a mesh axis over which the axis is sharded although the dump does not print this; or empty.
+            sliced: True if the value holds only one slice. Then its stream axis has extent 1.
+            unprinted: a mesh axis that shards the axis although the dump does not print this; empty if there is no such
+                mesh axis.
         """
         factors = []
         for domain in group.domains:
@@ -133,7 +135,7 @@ class Types:
         return Axis(tuple(factors)).normal()
 
     def devices_fit(self, domain: IterDomain, mesh: Mesh) -> None:
-        """Raise a HostIRError if a device axis does not have one entry for each device along its mesh axis."""
+        """Raise a HostIRError if the extent of a device axis is not the number of devices along the mesh axis."""
         devices = mesh.size(self.mark(domain.on, mesh, domain.span))
         if not self.sizes.equal(domain.extent.size, Size(devices)):
             message = f"{devices} devices cannot hold an axis of {domain.extent.size}, one entry each"
@@ -151,11 +153,11 @@ class Types:
         return next((axis for axis in along if axis in used), along[0])
 
     def _partials(self, dump: Dump) -> dict[str, set[str]]:
-        """Return, for the name of each partial sum, the mesh axes along which each rank holds one term.
+        """Return a map from the name of each partial sum to the mesh axes along which each rank holds one term.
 
-        The operand of a reducing communication is a partial sum. If it is a view or a copy, then the tensor that it
-        views or copies is also a partial sum. But inputs, and views and copies of inputs, are never partial sums: they
-        hold the addends along an axis.
+        The operand of a reducing communication is a partial sum. If this operand is a view or a copy of another tensor,
+        the other tensor is a partial sum, too. But inputs, and views and copies of inputs, are never partial sums,
+        because they hold the addends along an axis.
         """
         nodes = [n for n in dump.walk() if isinstance(n, (ViewNode, ComputeNode, CommunicationNode))]
         partials: dict[str, set[str]] = {}
@@ -199,7 +201,7 @@ def _unprinted_axes(
 ) -> dict[str, int | None]:
     """Find tensors that are spread over the devices of a reducing communication without a printed device axis.
 
-    Return the index of the sharded axis by the name of the tensor. None instead of an index stands for a partial sum.
+    Return a map from the name of each such tensor to the index of its sharded axis, or to None for a partial sum.
 
     The result is empty if the communication does not sum the result of a matmul. It is also empty if the contracted
     axis of the matmul cannot be traced back to inputs, or to tensors that are printed with a device axis.
@@ -266,8 +268,8 @@ def _letters(mesh: Mesh) -> dict[str, str]:
 def _unprinted_devices(dump: Dump) -> Devices:
     """Return the devices for a dump that prints no mesh.
 
-    They are the team of the dump's first communication. In a dump without communications, the extent of the first
-    device axis is the number of devices. In a dump without device axes as well, there is one device.
+    These devices are the team of the dump's first communication. If the dump has no communication, the number of
+    devices is the extent of the first device axis. If the dump has no device axis either, there is one device.
     """
     teams = [n.team for n in dump.walk() if isinstance(n, CommunicationNode)]
     device_axes = [d for t in dump.tensors() for d in t.domains if d.on in ("x", "y")]

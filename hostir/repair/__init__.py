@@ -1,1 +1,1 @@
-"""Repair host programs: suggest edits that remove the findings of the checker, and choose the best of them."""
+"""Repair host programs: suggest edits that remove the findings of the checker, and choose the best edits."""

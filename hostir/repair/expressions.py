@@ -38,7 +38,7 @@ class PlaceExpressions:
 
     @cached_property
     def frames(self) -> list[Frame]:
-        """The frames of all ranks at the place: one frame for each time that a rank reaches it in one call.
+        """The frames of all ranks at the place: one frame for each time that a rank reaches the place in one call.
 
         A frame holds the values of all indices at that time.
         """
@@ -54,12 +54,12 @@ class PlaceExpressions:
 
     @property
     def ranks(self) -> list[int]:
-        """The rank of each of the `frames`."""
+        """The ranks that run the `frames`, in the order of the frames."""
         return [_rank(frame) for frame in self.frames]
 
     @cached_property
     def indices(self) -> list[Value]:
-        """The values in scope at the place that are indices."""
+        """The indices that are in scope at the place."""
         return [v for v in self.outline.scope(self.place).values() if v.type is Kind.INDEX]
 
     def slots(self) -> dict[Numbers, Expr]:
@@ -69,12 +69,13 @@ class PlaceExpressions:
     def epochs(self, missing: set[RaisedSlot]) -> dict[Numbers, Expr]:
         """Return candidates for the epoch. The key of an expression is the tuple of its values in all `frames`.
 
-        `missing` holds the signals without a wait, or the waits without a signal, that the new statement is for.
+        `missing` holds the signals that lack a wait, or the waits that lack a signal. The new statement is their
+        counterpart.
         """
         return self._by_values(self._epoch_candidates(missing))
 
     def peers(self) -> Iterator[tuple[Expr, str]]:
-        """Yield candidates for the peer: an expression for its position in the team, and the mesh axis of the team.
+        """Yield candidates for the peer. Each is an expression for a position in a team, and the mesh axis of the team.
 
         Expressions that the program uses come first. Then come `(rank + k) % n`, for each distance k along each mesh
         axis of n ranks.
@@ -156,7 +157,7 @@ class PlaceExpressions:
         yield from (Bin("+", Ref(v), Lit(1)) for v in dict.fromkeys(rounds) if v is not None)
 
     def _flag_operands(self) -> list[FlagOperand]:
-        """Return the flag operands of all statements. Operands that use the same `flags` come first."""
+        """Return the flag operands of all statements. Operands that use the row `flags` of this object come first."""
         operands = (use for s in self.outline.program.walk() for use in s.flag_operands)
         return sorted(operands, key=lambda use: use.flags != self.flags)
 

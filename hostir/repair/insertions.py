@@ -21,9 +21,9 @@ REPAIRABLE = {"race", "flag shared", "leak", "nobody sends", "SMs held"}
 
 
 def repairable(finding: Finding, order: Order | None) -> bool:
-    """Return True if this module suggests edits for a finding of this category.
+    """Return True if this module suggests edits for the category of a finding.
 
-    For a deadlock, it suggests edits only if a wait in the deadlock lacks its signal.
+    It suggests edits for a deadlock only if no statement signals the epoch that a wait in the deadlock needs.
     """
     if finding.category == "deadlock" and order is not None:
         return bool(held_up(order, finding.events))
@@ -31,7 +31,7 @@ def repairable(finding: Finding, order: Order | None) -> bool:
 
 
 def for_handles(outline: Outline) -> Iterator[Edits]:
-    """Yield edits that insert a wait for the first communication of the program for which nothing waits.
+    """Yield edits that insert the missing wait for a communication: the first one in the program that lacks a wait.
 
     There is one edit for each place in the communication's block where the wait can be inserted.
     """

@@ -1,9 +1,9 @@
-"""Suggest a statement for waits that lack their signal, and for signals that lack their wait.
+"""Suggest a statement for waits that have no signal, and for signals that have no wait.
 
 The statement is a signal, a wait, or a kernel with a `ready` clause. The waits without a signal show which flags and
 epochs have to be signalled on which ranks. In the same way, the signals without a wait show what has to be waited for.
 `PlaceExpressions` gives candidates for the expressions of the new statement. A candidate is kept if, over all ranks and
-rounds, it signals the missing epochs, or waits only for epochs that nothing waits for.
+rounds, it signals the missing epochs, or waits only for epochs that no other statement waits for.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ MAX_SUGGESTIONS = 40  # the most signals that are suggested for a wait; also the
 
 
 class MissingFlags:
-    """The waits of one call that lack their signal, and the signals that lack their wait. It suggests edits for them.
+    """Finds the waits of one call that have no signal, and the signals that have no wait; suggests edits for them.
 
     Fields:
         flags: the buffers of flags.
-        sent: by the name of a buffer of flags: all signals.
-        unsent: by the name of a buffer of flags: the waits that no signal ends.
-        unawaited: by the name of a buffer of flags: the signals that end no wait.
+        sent: a map from the name of a buffer of flags to all signals of these flags.
+        unsent: a map from the name of a buffer of flags to the waits for these flags that no signal ends.
+        unawaited: a map from the name of a buffer of flags to the signals of these flags that end no wait.
 
     Args:
         outline: the statements of the program with their places.
         order: the order of the program's events.
-        deadlock: events that wait for each other in a cycle. `unsent` also holds the waits among these events that a
-            missing signal would end.
+        deadlock: events that wait for each other in a cycle. If a missing signal would end the wait of such an event,
+            the wait is in `unsent`, too.
     """
 
     def __init__(self, outline: Outline, order: Order, deadlock: Sequence[Event] = ()) -> None:
@@ -54,7 +54,7 @@ class MissingFlags:
     def signals(self, waiting: Event) -> Iterator[Edits]:
         """Yield edits that insert one signal statement for all missing signals of the flags that an event waits for.
 
-        Edits that insert it directly after a copy to the same peer come first.
+        Edits that insert the statement directly after a copy to the same peer come first.
         """
         flags = next((f for f in self.flags if f.name in self.unsent and _uses(waiting.statement, f)), None)
         if flags is None:
@@ -77,7 +77,7 @@ class MissingFlags:
     def waits(self, users: Sequence[Statement]) -> Iterator[Edits]:
         """Yield edits that insert one wait statement for signals that nothing waits for.
 
-        The wait is inserted before one of the statements `users`, or before a block that contains it.
+        The wait is inserted at a place where it runs before one of the statements `users`.
         """
         ranked: list[tuple[int, int, Edits]] = []
         for flags in (f for f in self.flags if f.name in self.unawaited):
@@ -92,9 +92,10 @@ class MissingFlags:
         yield from (edits for *_, edits in sorted(ranked, key=lambda f: f[:2])[:MAX_SUGGESTIONS])
 
     def kernels(self, users: Sequence[Statement]) -> Iterator[Edits]:
-        """Yield edits that add a `ready` clause to a computation, so that it waits for signals that nothing waits for.
+        """Yield edits that add a `ready` clause to a computation.
 
-        The computation is one of the statements `users`. In some of the edits, the clause also has `own` rows.
+        With this clause, the computation waits for signals that no statement waits for yet. The computation is one of
+        the statements `users`. In some of the edits, the clause also has `own` rows.
         """
         for s in users:
             place = self.outline.place(s)
@@ -113,7 +114,7 @@ class MissingFlags:
     def _local_tensors(self, s: Statement, place: BodyPosition, flags: Value) -> list[Value]:
         """Return the tensors in scope that may be the `own` rows of a computation `s`, the latest first.
 
-        They have the dtype of the operand, and as many rows as one of its blocks.
+        They have the dtype of the operand that is split into blocks, and as many rows as one of these blocks.
         """
         tensors = [v for v in self.outline.scope(place).values() if isinstance(v.type, TensorType)]
         if (plain := s.waiting(flags, Lit(1), ZERO, None)) is None:
@@ -134,8 +135,8 @@ def _places_before(outline: Outline, users: Sequence[Statement]) -> list[BodyPos
     """Return the places where a new statement runs before one of the statements `users`.
 
     For each of these statements, there is a place directly before it, and directly before each loop or `if` around it.
-    There is also a place at the end of the body of each `if` that comes before the statement, or before a loop or `if`
-    around it, in the same block.
+    For each `if` that precedes the statement in its block, there is a place at the end of the body of this `if`. The
+    same holds for each `if` that precedes a loop or `if` around the statement.
     """
     places: dict[BodyPosition, None] = {}
     for s in users:
@@ -168,7 +169,10 @@ def _uses(s: Statement | None, flags: Value) -> bool:
 
 
 def _by_name(flags: Iterable[Flag]) -> dict[str, set[RaisedSlot]]:
-    """Return the signals or waits of the first call by the name of their flags, each as (rank, slot, epoch)."""
+    """Return a map from the name of a buffer of flags to its signals or waits in the first call.
+
+    A signal or wait is given as (rank, slot, epoch).
+    """
     slots: dict[str, set[RaisedSlot]] = {}
     for flag in flags:
         if flag.epoch[0] == 0:

@@ -162,7 +162,7 @@ def _frees(s: Statement) -> bool:
 
 
 def _closes(s: Statement) -> bool:
-    """Return True if a statement is a free, a barrier or a `set_stream`, as at the end of a program."""
+    """Return True if a statement is a free, a barrier or a `set_stream`. Programs often end with such statements."""
     return _frees(s) or s.orders is Sync.MEET or s.sets_stream is not None
 
 
@@ -180,7 +180,7 @@ def callers_stream(program: Program) -> Value | None:
 
 
 def _defined(body: Block) -> dict[str, Value]:
-    """Return the values that the statements of a block define, by name. Inner blocks are left out."""
+    """Return the values that the statements of a block define, by name. Values of inner blocks are left out."""
     return {v.name: v for s in body if not s.bodies and (v := s.defines(Phase.HOST))}
 
 

@@ -34,9 +34,9 @@ def barriers(outline: Outline, first: Event, second: Event) -> Iterator[Edits]:
 def _barrier_places(outline: Outline, statements: Sequence[Statement]) -> list[BodyPosition]:
     """Return the places for a barrier that may order some statements.
 
-    For each statement, they are the places before and after the statement. For each loop or `if` around it, they are
-    the start and the end of its body, and the places before and after it. The start and the end of the program are
-    places, too.
+    The result holds the places before and after each statement. For each loop or `if` around a statement, it holds the
+    start and the end of the body, and the places before and after the loop or `if`. It also holds the start and the end
+    of the program.
     """
     places: list[BodyPosition] = []
     for s in reversed(statements):
@@ -49,14 +49,14 @@ def _barrier_places(outline: Outline, statements: Sequence[Statement]) -> list[B
 
 
 def _start(outline: Outline) -> BodyPosition:
-    """Return the place before the first statement that issues work to a stream."""
+    """Return the place before the first top-level statement that issues work or may change the current stream."""
     return (next((n for n, s in enumerate(outline.program.body) if issues(s) or moves_on(s)), 0),)
 
 
 def _on_mesh_of(outline: Outline, x: Value, place: BodyPosition) -> Value | None:
     """Return a value on the mesh of `x` that a statement at `place` can name; None if there is no such value.
 
-    It is an input of the program. If no input is on this mesh, it is `x` itself.
+    The value is an input of the program if an input is on this mesh. Otherwise it is `x` itself.
     """
     inputs = [v for v in outline.program.inputs if v.tensor.mesh == x.tensor.mesh]
     return inputs[0] if inputs else outline.scope(place).get(x.name)

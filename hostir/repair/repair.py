@@ -47,8 +47,9 @@ class RepairCandidate:
 
     Fields:
         program: the program.
-        findings: the findings about it.
-        order: the order of its events; None if its structure is unsound or if it could not be traced.
+        findings: the findings about the program.
+        order: the order of the program's events; None if the structure of the program is unsound, or if the program
+            could not be traced.
         cost: the result of the function `cost`; zeros if `order` is None.
         added: the statements that the repair has inserted so far, one block for each insertion.
     """
@@ -87,7 +88,7 @@ class Repairer:
         return RepairCandidate(program, analysis.findings, analysis.order, cost(program, analysis.order), added)
 
     def without_leaks(self, program: Program, added: tuple[Block, ...]) -> RepairCandidate:
-        """Check a program, and return it as a candidate. If buffers leak, insert frees for them, and check it again."""
+        """Check a program, and return it as a candidate. If buffers leak, insert frees, and check the new program."""
         after = self.checked(program, added)
         if leaks := {f.buffer for f in after.findings if isinstance(f, Finding) and f.category == "leak"}:
             frees = for_leaks(Outline(program), leaks)
@@ -148,7 +149,7 @@ class Repairer:
         return candidate
 
     def narrowed(self, candidate: RepairCandidate, join: Statement) -> RepairCandidate:
-        """Replace `join`, a wait for all pool streams, by a wait for one pool stream, if this is enough.
+        """Replace `join`, a wait for all pool streams, by a wait for one pool stream if that wait is enough.
 
         Return the candidate with the replacement, or the unchanged candidate.
         """
@@ -172,12 +173,12 @@ def repair(program: Program, sizes: Mapping[str, int] | None = None, calls: int 
     """Insert the synchronisation and the frees that a program lacks; return a program in which `check` finds nothing.
 
     The best of several repairs has the shortest chain of work over all ranks and calls. Each computation, communication
-    and copy counts as one piece of work. Of equally long chains, the best repair has the fewest waits, and then the
-    fewest statements.
+    and copy counts as one piece of work. If several repairs have equally long chains, the best repair has the fewest
+    waits. If they also have equally many waits, it has the fewest statements.
 
-    A wait, free or synchronize at a wrong place is moved. If a wait for a flag lacks its signal, or a signal lacks its
-    wait, the missing statement is inserted if one statement is enough. Otherwise the wait is replaced by a barrier or
-    removed.
+    A wait, free or synchronize at a wrong place is moved. If a wait for a flag has no signal, or a signal has no wait,
+    the repair inserts the missing statement, if a single statement is enough. Otherwise it removes the wait, or
+    replaces the wait by a barrier.
 
     Args:
         program: a host program.
@@ -211,9 +212,9 @@ def difference(before: Program, after: Program) -> str:
 def redundant(program: Program, sizes: Mapping[str, int] | None = None, calls: int | None = None) -> list[Diagnostic]:
     """Find redundant synchronisation; return a warning for each redundant statement or group of statements.
 
-    All of them can be removed together without a new finding. The function tries to remove `synchronize` statements,
-    barriers, signals together with their waits, and loops that contain only such statements. It tries them in program
-    order, a loop before the statements inside it. The arguments are the same as for `repair`.
+    All reported statements can be removed together without a new finding. The function tries to remove `synchronize`
+    statements, barriers, signals together with their waits, and loops that contain only such statements. It tries them
+    in program order, a loop before the statements inside it. The arguments are the same as for `repair`.
     """
     repairer = Repairer(sizes, calls)
     _check_phase(program)
@@ -230,7 +231,7 @@ def redundant(program: Program, sizes: Mapping[str, int] | None = None, calls: i
 
 
 def cost(program: Program, order: Order) -> Cost:
-    """Return the cost of a program: the length of its longest chain of work, its waits, and its statements.
+    """Return the cost of a program: the length of the longest chain of work, and the numbers of waits and statements.
 
     Waits are counted in all ranks and calls. Statements are counted in the text of the program.
     """
@@ -281,7 +282,7 @@ def loses(order: Order) -> bool:
 def _in_order(order: Order) -> Iterator[Event]:
     """Yield the events in an order that agrees with happens-before.
 
-    Events in cycles, and events that come after a cycle, are left out.
+    Events in a cycle, and events that come after an event of a cycle, are left out.
     """
     missing = {event: len(event.after) + len(event.held) for event in order.events}
     followers = order.followers()
@@ -296,7 +297,7 @@ def _in_order(order: Order) -> Iterator[Event]:
 
 
 def _work(event: Event) -> bool:
-    """Return True if an event counts as one piece of work: a computation, communication or copy writes its result.
+    """Return True if an event counts as a piece of work: it is the write of a computation, communication or copy.
 
     For a computation that runs block by block, only the last event counts.
     """
@@ -307,7 +308,10 @@ def _work(event: Event) -> bool:
 
 
 def suggestions(candidate: RepairCandidate) -> Iterator[Edits]:
-    """Yield edits that may repair a finding about a candidate: the first finding for which there are edits."""
+    """Yield edits that may repair one finding about a candidate.
+
+    It is the first finding for which this package suggests edits.
+    """
     outline, order = Outline(candidate.program), candidate.order
     if order is None:
         yield from for_handles(outline)
@@ -338,7 +342,7 @@ def _unrepaired(why: str, finding: Diagnostic) -> Diagnostic:
 
 
 def _check_phase(program: Program) -> None:
-    """Raise a HostIRError if the program is a fusion: it has no streams."""
+    """Raise a HostIRError if the program is a fusion, because a fusion has no streams."""
     if program.phase is not Phase.HOST:
         raise error(f"@{program.name} is a fusion, which has nothing to synchronise", expected="a host program")
 

@@ -15,7 +15,10 @@ from hostir.repair.places import Block, BodyPosition, Edit, Edits, Outline, call
 
 
 def with_callers_stream(program: Program) -> Program:
-    """Return the program with a value for the caller's stream. If it has none, add a `current_stream` at the start."""
+    """Return the program with a value for the caller's stream.
+
+    If the program does not define such a value, add a `current_stream` at the start.
+    """
     if callers_stream(program) is not None:
         return program
     return program.with_body((CurrentStream(out=Value(Names.of(program).fresh("user"), Kind.STREAM)), *program.body))
@@ -65,10 +68,10 @@ def set_callers_stream(outline: Outline, place: BodyPosition) -> Block:
 
 
 def _restore_stream(outline: Outline, place: BodyPosition) -> Block:
-    """Return a block with a statement that sets the stream that is the current stream at `place`.
+    """Return a block with a statement that makes the current stream of `place` the current stream again.
 
-    It follows inserted statements that have changed the current stream. The block is empty if the statements after
-    `place` set the current stream before they issue work.
+    The statement is for insertion after other inserted statements, which have changed the current stream. The block is
+    empty if the statements after `place` set the current stream before they issue work.
     """
     current = outline.stream(place)
     if current is None or resets(outline.block(place)[place[-1] :]):
@@ -77,7 +80,7 @@ def _restore_stream(outline: Outline, place: BodyPosition) -> Block:
 
 
 def _new_index(outline: Outline, place: BodyPosition) -> Value:
-    """Return a value for a new loop index, with a name that no value in scope at the place has."""
+    """Return a value for a new loop index. No value in scope at the place has the same name."""
     scope, name = outline.scope(place), "s"
     while name in scope:
         name += "s"
@@ -97,9 +100,10 @@ def synchronizes(outline: Outline, first: Event, second: Event) -> Iterator[Edit
 def _waiting_places(outline: Outline, event: Event) -> list[BodyPosition]:
     """Return the places for a `synchronize` that orders an event after work on another stream.
 
-    They are the places before the event's statement, and after each `set_stream` above it. If the event is an action of
-    the caller, they are the places at the end of the program. The places before all signals and barriers are included,
-    too: if the event comes after a signal or a barrier, a `synchronize` before the signal or the barrier may be enough.
+    The result holds the place before the event's statement, and the places after each `set_stream` above this
+    statement. If the event is an action of the caller, it holds the places at the end of the program instead. It also
+    holds the place before each signal and barrier. If the event comes after a signal or a barrier, a `synchronize`
+    before the signal or the barrier may be enough.
     """
     passing = [place for place, s in outline.statements if s.orders & Sync.SIGNAL]
     if event.statement is None:
@@ -110,9 +114,9 @@ def _waiting_places(outline: Outline, event: Event) -> list[BodyPosition]:
 
 
 def _streams_after(outline: Outline, event: Event, place: BodyPosition) -> list[Expr]:
-    """Return candidates for a stream that runs an event or has waited for it.
+    """Return candidates for a stream that runs an event, or that has waited for the event.
 
-    They are expressions with names that are in scope at `place`.
+    A candidate is an expression. All names in it are in scope at `place`.
     """
     lanes = {event.stream, *(str(lane[1]) for lane, _ in event.ends if len(lane) == 2)}
     streams: list[Expr] = []
@@ -128,7 +132,7 @@ def forks(outline: Outline, order: Order, second: Event) -> Iterator[Edits]:
     """Yield edits that insert a fork: every pool stream waits for one source stream.
 
     The source is the caller's stream, or a pool stream that waits for other ranks. The fork is inserted before the
-    top-level statement that contains the second event. Another place for it is before the first top-level statement
+    top-level statement that contains the second event. Other edits insert the fork before the first top-level statement
     that may change the current stream and is not an `if`.
     """
     if not outline.program.streams:

@@ -65,7 +65,10 @@ def draw(program: Program, analysis: Analysis) -> str:
 
 
 class _Page:
-    """Writes a scene as SVG. It writes lanes first, then arrows, boxes and findings, so that later ones lie on top."""
+    """Writes a scene as SVG.
+
+    It writes lanes first, then arrows, then boxes, then findings. Each layer lies on top of the earlier layers.
+    """
 
     def __init__(self, title: str, header: list[str], scene: Scene, analysis: Analysis) -> None:
         self.title, self.scene, self.findings = title, scene, analysis.findings
@@ -135,7 +138,10 @@ class _Page:
         return _path(self.layout.line(arrow), "arrow", color, head)
 
     def _label(self, mark: FindingMark) -> str:
-        """Return a short label of a conflict."""
+        """Return the label of a finding as SVG.
+
+        The label shows the number and the category of the finding, and the buffer if the finding is about one.
+        """
         about = f" on %{mark.finding.buffer}" if mark.finding.buffer else ""
         text = f"{mark.number}: {mark.finding.category}{about}"
         half = len(text) * (HEAD + 0.7) / 2 + 6
@@ -145,7 +151,7 @@ class _Page:
         return f'<g><rect {frame} fill="#fff" stroke="{INK["red"]}"/>{words}</g>'
 
     def _words(self) -> list[tuple[str, str]]:
-        """Return the text of the findings: pairs of a style and a line."""
+        """Return the lines of text below the picture, which describe the findings. Each item is a style and a line."""
         lines = []
         for number, finding in enumerate(self.findings[:MAX_LISTED], 1):
             at = f"line {finding.span.line}: " if finding.span else ""

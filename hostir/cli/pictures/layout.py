@@ -22,14 +22,14 @@ Rectangle = tuple[float, float, float, float]  # left, top, right, bottom
 
 
 def clip(text: str, longest: int) -> str:
-    """Shorten a text to at most `longest` characters. If characters are cut off, the last one is an ellipsis."""
+    """Shorten a text to at most `longest` characters. A shortened text ends with an ellipsis."""
     return text if len(text) <= longest else text[: longest - 1] + "…"
 
 
 def _column_widths(scene: Scene, longest: int) -> list[float]:
     """Return the width of each column, including the gutter to its right.
 
-    `longest` is the limit on the second line of a box, in characters.
+    The second line of a box is shortened to at most `longest` characters.
     """
     widths = [0.0] * scene.columns
     for box in scene.boxes:
@@ -39,7 +39,7 @@ def _column_widths(scene: Scene, longest: int) -> list[float]:
 
 
 def scene_width(scene: Scene, longest: int) -> float:
-    """Return the width of a scene's page. `longest` is the limit on the second line of a box, in characters."""
+    """Return the width of a scene's page. The second line of a box is shortened to at most `longest` characters."""
     return LEFT + sum(_column_widths(scene, longest)) + RIGHT
 
 
@@ -82,7 +82,7 @@ class Layout:
     def _step(self, arrow: Arrow) -> str:
         """Return the SVG path of an arrow from its source box to its target box.
 
-        In one row and between adjacent columns it is a straight line, otherwise a curve.
+        The arrow is straight if the boxes are in one row and in adjacent columns. Otherwise it is a curve.
         """
         source, target = self.place(arrow.source), self.place(arrow.target)
         leaves, enters = self.columns[arrow.leaves][1], self.columns[arrow.enters][0]
@@ -99,7 +99,7 @@ class Layout:
 
 
 class Labels:
-    """Places the labels of findings where they hide as little as possible of boxes and of earlier labels."""
+    """Places the labels of findings. A label hides as little as possible of boxes and of earlier labels."""
 
     def __init__(self, layout: Layout, scene: Scene) -> None:
         self.layout = layout

@@ -3,8 +3,8 @@
 A box stands to the right of all boxes that happen before it. The boxes of different ranks for one communication are in
 the same column.
 
-A picture leaves out some ranks and statements. An arrow between boxes of one rank may stand for a chain of events
-through any of the statements left out. An arrow from rank to rank stands only for chains through ranks left out.
+A picture hides some ranks and statements. An arrow between boxes of one rank may stand for a chain of events that
+contains any hidden statement. An arrow from one rank to another rank stands only for a chain of events of hidden ranks.
 """
 
 from __future__ import annotations
@@ -70,12 +70,13 @@ class Box:
 
 @dataclass(frozen=True)
 class Arrow:
-    """An arrow: `source` happens before `target`.
+    """An arrow, which shows that `source` happens before `target`.
 
     Fields:
         source, target: the boxes that the arrow joins.
         leaves, enters: the columns in which the arrow begins and ends.
-        way: what the arrow joins.
+        way: the events that the arrow joins: events of one rank, of two ranks, or of two ranks that meet in one
+            communication.
         back: True if the arrow closes a cycle.
     """
 
@@ -94,9 +95,9 @@ class FindingMark:
     Fields:
         number: the number of the finding in the list of findings.
         finding: the finding.
-        boxes: the boxes of its events.
+        boxes: the boxes of the events of the finding.
         pairs: the pairs of boxes that a red dashed line joins.
-        cycle: the red arrows, if the events wait for each other in a cycle.
+        cycle: the red arrows, if the events of the finding wait for each other in a cycle; otherwise empty.
     """
 
     number: int
@@ -135,7 +136,7 @@ def boxes_of(program: Program, order: Order, ranks: Iterable[int], calls: int, n
         order: the order of its events.
         ranks: the ranks to draw.
         calls: the number of calls to draw.
-        named: the events that findings name. An allocation gets a box only if it is one of them.
+        named: the events that findings name. An allocation gets a box only if a finding names it.
     """
     boxes: dict[tuple[object, ...], Box] = {}
     for event in (e for rank in ranks for e in order.ranks[rank].events):
@@ -177,7 +178,7 @@ def stage(order: Order, boxes: Sequence[Box], findings: Mapping[int, Finding]) -
 
     Args:
         order: the order of the program's events.
-        boxes: the boxes to draw. Their fields `first`, `last` and `row` are set.
+        boxes: the boxes to draw. This function sets the fields `first`, `last` and `row` of each box.
         findings: the findings to mark, by number.
     """
     if not boxes:
@@ -204,7 +205,7 @@ def stage(order: Order, boxes: Sequence[Box], findings: Mapping[int, Finding]) -
 
 
 def _between(order: Order, shown: Sequence[Event], held: bool) -> Any:
-    """Return the happens-before graph of the shown events. Its nodes are their indices.
+    """Return the happens-before graph of the shown events. A node is the index of an event in `shown`.
 
     There is an edge between two shown events if a path through hidden events leads from the first to the second. If
     the events are of different ranks, the path may only go through ranks without shown events.
@@ -212,8 +213,8 @@ def _between(order: Order, shown: Sequence[Event], held: bool) -> Any:
     Args:
         order: the order of all events.
         shown: the events in boxes.
-        held: True to follow also the edges from events that may delay an event. A program may not rely on such edges,
-            but they close cycles.
+        held: True to also follow the edges from an event to the events that it may delay. A program may not rely on
+            such edges, but they close cycles.
     """
     import networkx as nx
 
@@ -252,7 +253,7 @@ def _between(order: Order, shown: Sequence[Event], held: bool) -> Any:
 def _closing(graph: Any, owners: Sequence[Box]) -> list[tuple[int, int]]:
     """Return edges to remove from the graph so that it has no cycles.
 
-    They are the edges of cycles that lead to another rank, or back to an earlier event of the same rank.
+    An edge of a cycle is in the result if it leads to another rank, or back to an earlier event of the same rank.
     """
     import networkx as nx
 
@@ -266,7 +267,7 @@ def _closing(graph: Any, owners: Sequence[Box]) -> list[tuple[int, int]]:
 
 
 def _columns(graph: Any, owners: Sequence[Box]) -> dict[int, int]:
-    """Return the column of each event: the largest number of steps from box to box on a path to the event.
+    """Return the column of each event: the number of steps from box to box on the longest path that ends at it.
 
     A step between two boxes that may share a column does not count.
     """
@@ -280,7 +281,10 @@ def _columns(graph: Any, owners: Sequence[Box]) -> dict[int, int]:
 
 
 def _share_column(a: Box, b: Box) -> bool:
-    """Return True if two boxes may share a column: they are the same box, or two ranks' boxes of one communication."""
+    """Return True if two boxes may share a column.
+
+    This holds if they are the same box, or if they are the boxes of two ranks for the same communication.
+    """
     if a is b or a.rank == b.rank or not a.lane == b.lane == COMMUNICATION:
         return a is b
     return a.word == b.word or not any(s and s.collective for s in (a.events[0].statement, b.events[0].statement))
@@ -305,8 +309,8 @@ def _arrows(
         back: the edges that close cycles.
         owners: the box of each event.
         columns: the column of each event.
-        ties: the events that meet in each barrier. Lines from rank to rank join their boxes, instead of the arrows from
-            each rank to every other rank.
+        ties: the events that meet in each barrier. Lines from one rank to the next join the boxes of these events. They
+            replace the arrows from each rank to every other rank.
     """
     import networkx as nx
 
@@ -327,7 +331,10 @@ def _arrows(
 
 
 def _barriers(events: Sequence[Event], columns: Mapping[int, int]) -> list[Tie]:
-    """Return one tie for each barrier and column: the events in this column with which ranks leave the barrier."""
+    """Return one tie for each barrier and column.
+
+    A tie holds the events in the column with which ranks leave the barrier.
+    """
     sides: dict[tuple[Event, int], list[int]] = {}
     for n, event in enumerate(events):
         for meeting in event.after if event.statement and event.statement.orders is Sync.MEET else ():
@@ -392,9 +399,10 @@ def nearby(boxes: Iterable[Box], centre: Set[Event], reach: int) -> list[Box]:
 
 
 def closest(boxes: Sequence[Box], centre: Set[Event], most: int) -> list[Box]:
-    """Return at most `most` boxes, in their old order.
+    """Return at most `most` boxes, in the order of `boxes`.
 
-    They are the boxes closest to the findings' events in the order in which each rank issues its statements.
+    Each box has a position among the boxes of its rank. The result holds the boxes with the positions that are closest
+    to the positions of boxes with an event of `centre`.
 
     Args:
         boxes: all boxes; the boxes of a rank are consecutive.
@@ -410,7 +418,7 @@ def closest(boxes: Sequence[Box], centre: Set[Event], most: int) -> list[Box]:
 
 
 def merged(boxes: Iterable[Box], centre: Set[Event]) -> list[Box]:
-    """Merge successive boxes of frees in a lane, and successive boxes of waits for streams; return all boxes.
+    """Merge successive boxes in a lane if all of them free buffers, or if all wait for streams; return all boxes.
 
     A box with an event of `centre` is not merged. `centre` holds the events that findings name.
     """

@@ -56,7 +56,7 @@ def choose(program: Program, analysis: Analysis, order: Order) -> tuple[Scene, l
 def _ranks(program: Program, named: set[int]) -> list[int]:
     """Return the ranks to draw: the ranks that findings name, and one more. If findings name no rank, draw two ranks.
 
-    `named` are the ranks that findings name. At most MAX_RANKS of them are drawn.
+    `named` are the ranks that findings name. At most MAX_RANKS ranks of `named` are drawn.
     """
     others = [rank for rank in range(program.ranks) if rank not in named]
     return sorted({*sorted(named)[:MAX_RANKS], *others[: 1 if named else 2]})
@@ -65,7 +65,7 @@ def _ranks(program: Program, named: set[int]) -> list[int]:
 def _ranks_left_out(program: Program, order: Order, ranks: Sequence[int]) -> str:
     """Return a line that lists the ranks that are not drawn; an empty text if all ranks are drawn.
 
-    The line says "alike" if each of them issues the same events as a rank that is drawn.
+    The line says "alike" if each rank that is not drawn issues the same events as a rank that is drawn.
     """
 
     def issued(rank: int) -> list[object]:
