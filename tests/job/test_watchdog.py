@@ -134,6 +134,7 @@ def test_no_rank_is_waited_for_after_a_renewal_because_all_ranks_have_called(dog
     dog.renewed()
     assert dog.first is None
     dog.take(lost)  # on another rank, the event arrives after the renewal
+    dog.take(RankEvent("failed", 1, "a late refusal", 0))
     assert dog.first is None
     dog.take(later := RankEvent("failed", 1, "later", 1))
     assert dog.first == later

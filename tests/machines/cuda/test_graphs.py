@@ -247,13 +247,13 @@ def test_the_watchdog_sees_an_error_of_the_device_unless_the_caller_has_got_it(m
     e, (a, b) = executor(), inputs()
     e(a, b)
     (plan,) = e.plans.values()
-    announced: list[str] = []
-    links = types.SimpleNamespace(announce=lambda what, words: announced.append(words))
-    dog = types.SimpleNamespace(plan=plan, acknowledged=False, links=links)
+    announced: list[tuple[str, str, int]] = []
+    links = types.SimpleNamespace(announce=lambda *event: announced.append(event))
+    dog = types.SimpleNamespace(plan=plan, acknowledged=False, links=links, renewals=3)
     assert Watchdog.reported(dog) == ""
     monkeypatch.setattr(CudaPlan, "problem", lambda plan: error("a kernel gave up"))
     assert Watchdog.reported(dog) == "a kernel gave up"
-    assert announced == ["a kernel gave up"]
+    assert announced == [("failed", "a kernel gave up", 3)]
     dog.acknowledged = True
     assert Watchdog.reported(dog) == ""
 

@@ -23,6 +23,7 @@ from examples import patterns
 from hostir.ir.source import HostIRError
 from hostir.kernels import devices, parameters
 from hostir.kernels.devices import StandIn
+from hostir.kernels.matmul.prepared import MatmulLaunch
 from hostir.kernels.parameters import TAPING, KernelLaunch
 from hostir.machines.cuda import blocks, copies, credits, flags, machine, native, streams
 from hostir.machines.cuda import driver as cuda_driver
@@ -179,6 +180,27 @@ def test_native_code_issues_what_python_issues_for_any_addresses(
     (taped,) = plan.tapes.by_key.values()
     assert len(taped.steps) < len(plan.steps)
     assert len({*map(tuple, calls)}) == 5, "the inputs of each call are elsewhere"
+
+
+@pytest.mark.parametrize("strategy", ["ring", "fused"])
+def test_every_call_reads_torchs_setting_of_tf32(
+    strategy: str, gpu: Hopper, driver: FakeDriver, module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = hi.lower(patterns.allgather_matmul(2, S=2, M=4096, K=8192, N=3584, dtype="f32"), strategy)
+    plan = gpu.plan(program, 0, "triton", inputs_of(program, 0))
+    plan.tapes = Tapes(module)
+    seen: list[bool] = []
+    launch = MatmulLaunch.launch
+    monkeypatch.setattr(
+        MatmulLaunch, "launch", lambda self, call: (seen.append("tf32" in str(self.constants)), launch(self, call))[1]
+    )
+    for number in range(8):
+        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", number >= 4)
+        Current.stream = CALLERS[0] = STREAMS[0]
+        seen.clear()
+        plan.run(inputs_of(program, 0))
+        assert seen
+        assert set(seen) == {number >= 4}, number
 
 
 def test_the_tape_of_a_program_prints_as_text_as_in_the_page(gpu: Hopper, driver: FakeDriver, module: Any) -> None:
