@@ -1,6 +1,6 @@
 """The error of a result relative to the unsharded reference, and the largest error that is allowed.
 
-The reference is computed in float64. The *plain computation* is unsharded torch code in the program's own dtypes, on
+The reference is computed in float64. The *plain computation* is unsharded torch code in the program's dtypes, on
 the same inputs. The allowed error is
 
     (1.1 * error of the plain computation + slack) * sqrt(1 + s)
@@ -25,7 +25,7 @@ real mistakes. So correct outputs are sometimes called mismatches: up to 1 in 10
 
 A host program with statements for single ranks has no unsharded meaning. Its reference and its plain computation are
 runs on simulated ranks in program order (see `hostir.cli.run`). The reference runs in float64, and the plain
-computation runs in the program's own dtypes. Both include the sums over ranks, computed in f32.
+computation runs in the program's dtypes. Both include the sums over ranks, computed in f32.
 """
 
 from __future__ import annotations

@@ -268,7 +268,7 @@ def _compared(
 ) -> list[Comparison]:
     """Compare the outputs of all ranks with the reference; return one comparison for each output.
 
-    All ranks call it together. Each rank computes the squared error of its own parts. The ranks exchange these numbers
+    All ranks call it together. Each rank computes the squared error of its parts. The ranks exchange these numbers
     and add them.
 
     If an output is a partial sum, every rank gathers the addends of all ranks, adds them without rounding the sum, and

@@ -82,7 +82,7 @@ class Tensor:
     def axis(self, position: int) -> LoopAxis:
         """Return the axis at a position, for example to shard it: `t.axis(0).parallelize(hi.ParallelType.DIDx)`.
 
-        An axis that was split is replaced by its two parts, which have positions of their own. A negative position
+        An axis that was split is replaced by its two parts, which have new positions. A negative position
         counts from the end. Raises HostIRError if there is no such axis.
         """
         self._loop_at(position, user_span())

@@ -194,9 +194,9 @@ class Links:
         return event
 
     def await_all(self, event: RankEvent) -> None:
-        """Wait until all ranks are connected, and then until this rank has received its own event from rank 0.
+        """Wait until all ranks are connected, and then until this rank has received its event from rank 0.
 
-        Rank 0 waits for the connections of all ranks; another rank waits only for its own connection. The wait for the
+        Rank 0 waits for the connections of all ranks; another rank waits only for its connection. The wait for the
         connections and the wait for the event take at most PATIENCE seconds each.
         """
         deadline = time.monotonic() + PATIENCE
@@ -211,7 +211,7 @@ class Links:
             return self.linked and (self.rank > 0 or sum(link.rank >= 0 for link in self.links) >= self.size - 1)
 
     def await_own(self, event: RankEvent) -> None:
-        """Wait until this rank has received its own event from rank 0. Then it has received all earlier events, too.
+        """Wait until this rank has received its event from rank 0. Then it has received all earlier events, too.
 
         Give up after PATIENCE seconds.
         """

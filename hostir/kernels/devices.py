@@ -113,7 +113,7 @@ def bind_thread(device: torch.device) -> None:
 
 
 class Compiled:
-    """A compiled Triton kernel that can be launched directly, without Triton's own launch code.
+    """A compiled Triton kernel that can be launched directly, without Triton's launch code.
 
     Triton's launch inspects every argument to find the compiled kernel, and encodes every descriptor. This class calls
     the compiled kernel directly, and passes descriptors that are already encoded. That saves most of the host time.

@@ -366,8 +366,8 @@ class GatheredShards:
 class GatheredColumns:
     """Builds an allgather of the axis over which matmuls sum. Before it, each rank has some columns of all rows.
 
-    Every rank has a symmetric buffer with room for the columns of all ranks, side by side. A rank puts its own columns
-    into its own buffer, and peers get these columns from there. Each turn takes one slice of the rows. It gets the
+    Every rank has a symmetric buffer with room for the columns of all ranks, side by side. A rank puts its columns
+    into its buffer, and peers get these columns from there. Each turn takes one slice of the rows. It gets the
     columns of this slice from all peers, and then multiplies the slice. So each product sums over the complete axis at
     once, in the same order on every rank, and rounds once.
     """

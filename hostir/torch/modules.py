@@ -178,7 +178,7 @@ class ShardedLinear(nn.Linear):
         """Take on `layouts`, and shard the parameters over the ranks.
 
         Rank `source` shards its parameters, and sends each other rank the part for that rank. If `source` is None, each
-        rank shards its own parameters, and nothing is sent.
+        rank shards its parameters, and nothing is sent.
         """
         self.layouts = layouts
         self.input_axis, self.output_axis = (

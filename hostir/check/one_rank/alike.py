@@ -215,7 +215,7 @@ class Alike(Order):
 def _access(access: Access, rank: int) -> Access:
     """Return the access that `rank` makes to the memory of rank 0 when rank 0 makes `access`.
 
-    If `rank` is 0, `access` is an access of rank 0 to its own memory. Otherwise it is an access of rank 0 to a peer,
+    If `rank` is 0, `access` is an access of rank 0 to its memory. Otherwise it is an access of rank 0 to a peer,
     and the result is the corresponding access of `rank` to rank 0.
     """
     region = access.region

@@ -209,8 +209,7 @@ def gather_fusion(
 ) -> Program:
     """Return the fusion that gathers `%a` along M and multiplies it with scaled matrices. `%a` has K columns.
 
-    The outputs are the products. With `return_a`, the gathered `%a` is another output. If the scales of `%a` are
-    gathered, they are the last output.
+    Its outputs are the products, the gathered `%a` if `return_a`, and the scales of `%a` if they are gathered.
 
     Args:
         products: the properties of each product, which include its right operand and its result.
