@@ -68,7 +68,8 @@ class Ranges:
     def representative(self, sizes: Mapping[str, int]) -> dict[str, int]:
         """Return the sizes for which the choice is made if a call has the sizes `sizes`.
 
-        A free size is replaced by a power of two, or by a nearby multiple that fits every candidate.
+        A free size is replaced by a power of two. The power is rounded to a multiple of the number by which the size
+        must be divisible in every candidate.
         """
         return self.fixed | {n: _fitting(1 << _power(sizes[n]), self.multiples[n]) for n in self.free}
 

@@ -80,8 +80,8 @@ class Rotations:
         Raise UnlikeError if it is not the same digit in all addresses of the buffer.
 
         Args:
-            moving: accesses. Each has, for each grid axis, the weight of the digit of its address that rises.
-            going: flags. Each has, for each grid axis, the weight of the digit of its slot that rises.
+            moving: accesses, each with the `Steps` of its address.
+            going: flags, each with the `Steps` of its slot.
         """
         weights = [(access.buffer.name, steps) for access, steps in moving]
         weights += [(flag.flags, steps) for flag, steps in going]
@@ -108,8 +108,8 @@ class Rotations:
     def _by_blocks(self, blocks: BlockEvents) -> tuple[list[tuple[Access, Steps]], list[tuple[Flag, Steps]]]:
         """Return the accesses and the flags of a computation by blocks.
 
-        Each access and each flag comes with a weight for each grid axis: the weight of the digit of its address or slot
-        that rises from rank to rank.
+        Each comes with its `Steps`. For each grid axis, one digit of the address or slot may rise from rank to rank (see
+        the module's docstring). `Steps` has the weight of this digit, or 0 if no digit rises.
         """
         turned, count = self._turned(blocks), len(blocks.units)
         units, ready, done = turned[:count] % count, blocks.ready, blocks.done
@@ -165,10 +165,11 @@ class Rotations:
         return parts
 
     def _columns(self, items: Sequence[Sequence[Access]], turned: Any) -> list[tuple[Access, Steps]]:
-        """Return the accesses of some parts of a computation by blocks.
+        """Return the accesses of some parts of a computation by blocks, each with its `Steps`.
 
-        Each access comes with a weight for each grid axis: the weight of the digit of its address that rises from rank
-        to rank. Some parts begin with an access that other parts do not have. Such accesses are left out.
+        For each grid axis, one digit of an access's address may rise from rank to rank (see the module's docstring).
+        `Steps` has the weight of this digit, or 0 if no digit rises. Some parts begin with an access that other parts do
+        not have. Such accesses are left out.
 
         Args:
             items: the accesses of each part.

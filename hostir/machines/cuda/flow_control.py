@@ -137,8 +137,8 @@ def _with_barriers(
     """Return the pairs of ranks that signal each other, and the teams that need no first barrier because of credits.
 
     In each pair, the first rank raises flags of the second rank. `signals` are the pairs that follow from signals
-    alone; barriers add further pairs. Credits replace a barrier only if every two ranks of its team grant each other
-    credits anyway, because of other flags.
+    alone; barriers add further pairs. Credits replace a team's first barrier only if every two ranks of the team
+    signal each other for other reasons, too. Then they grant each other credits even without this barrier.
     """
     counts = {b.rounds: b.shape[0] for offer in offers for b in offer.buffers if b.name == BARRIERS and b.rounds}
     touched = [touch for offer in offers for touch in offer.touches]

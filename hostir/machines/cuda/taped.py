@@ -149,7 +149,7 @@ class TapedRun:
     def flush(self, end: int) -> None:
         """Add a step that issues the pending entries.
 
-        When this step begins, the first `end` steps of the plan have begun.
+        `end` is the number of the plan's steps that count as begun once the added step has begun.
         """
         if not self.pending:
             return

@@ -137,9 +137,10 @@ class BlockKernel:
             row: the index of the first of the rows.
             target: the rows of the result.
             sources: the same rows of each source.
-            undefined: for each source that `own_rows` replace, the rows that are replaced. They become undefined.
+            undefined: by source, the rows that the kernel does not read because it reads `own_rows` instead. The kernel
+                makes these rows undefined.
             along: the same rows of the other operands that are cut alike.
-            together: for each task after which some sources may be read, the indices of these sources.
+            together: by task, the indices of the sources that may be read after the task.
         """
         lane = f"row {row} of task {start.order}"
         taken: dict[int, torch.Tensor] = {}

@@ -19,9 +19,8 @@ class IssueQueue:
     Fields:
         label: the name of the stream.
         tail: the tasks that the next task of the stream follows.
-        pushing: the latest tasks, if they are copies by SMs or signals directly after such copies. The first element is
-            a task that marks the start of all these copies. The list is empty if the latest task is neither a copy by
-            SMs nor such a signal.
+        pushing: a task that marks a start, then all copies by SMs since then, and the signals directly after them. The
+            list is empty if the latest task of the stream is neither a copy by SMs nor such a signal.
         signalled: True if the last task in `pushing` is a signal.
     """
 
