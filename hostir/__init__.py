@@ -117,11 +117,11 @@ def lower(
         fusion: a `hostir.Fusion`, or a program in the fusion phase.
         strategy: `sequential` runs each communication and computation unsliced, on the caller's stream. `pipeline`
             slices statements along the Stream axis and runs the slices in a loop over worker streams. `ring`, `fused`
-            and `push` replace the all-gather or reduce-scatter of a matmul's rows by copies, and slice no other
-            statement. In an all-gather with `ring`, a rank copies from one peer after another, and multiplies each
-            shard. With `fused` and `push`, every rank copies its shard to all other ranks, and one matmul computes each
-            shard when the shard has arrived. In `fused`, copy engines copy. In `push`, a few SMs copy. `auto` takes the
-            fastest strategy, as `compile` does.
+            and `push` replace an all-gather, reduce-scatter or all-reduce of a matmul's rows by copies, and cut the
+            rows into blocks. In an all-gather with `ring`, a rank copies from one peer after another, and multiplies
+            each shard. With `fused` and `push`, every rank copies its shard to all other ranks, and one matmul computes
+            each shard when the shard has arrived. In `fused`, copy engines copy. In `push`, a few SMs copy. `auto`
+            takes the fastest strategy, as `compile` does.
         streams: the maximum number of worker streams; 4 by default. Leave it out with `auto`, which chooses it.
         watch: called after each pass with the name of the pass and the program that it returned.
         sizes: values of the fusion's symbols, for which `auto` chooses.

@@ -104,7 +104,7 @@ def test_the_table_of_arrivals_shows_the_results() -> None:
 
 
 def test_the_table_of_host_times_shows_the_results() -> None:
-    measured = json.loads((ROOT / "benchmarks/results/overhead.json").read_text())["results"]
+    measured = json.loads((ROOT / "benchmarks/results/2xH100/overhead.json").read_text())["results"]
     of = {r["what"].removeprefix("all-gather + matmul, "): r for r in measured}
     page = (ROOT / "docs/performance.md").read_text()
     modes = ("issued", "replayed")

@@ -8,8 +8,8 @@ a row-parallel layer has its x and the gathered gradient of the output. torchao 
 dtype.
 
 A rank that sees only a part of a row or column may choose another scale than a rank that sees all of it. Because all
-scales are powers of two, both ranks round an element to the same value. Elements more than 2^14 times smaller than the
-largest element are an exception.
+scales are powers of two, both ranks round an element to the same value. Elements more than 14,000 times smaller than
+the largest element are an exception.
 """
 
 from __future__ import annotations
