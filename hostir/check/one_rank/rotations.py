@@ -108,8 +108,8 @@ class Rotations:
     def _by_blocks(self, blocks: BlockEvents) -> tuple[list[tuple[Access, Steps]], list[tuple[Flag, Steps]]]:
         """Return the accesses and the flags of a computation by blocks.
 
-        Each comes with its `Steps`. For each grid axis, one digit of the address or slot may rise from rank to rank (see
-        the module's docstring). `Steps` has the weight of this digit, or 0 if no digit rises.
+        Each comes with its `Steps`. For each grid axis, one digit of the address or slot may rise from rank to rank
+        (see the module's docstring). `Steps` has the weight of this digit, or 0 if no digit rises.
         """
         turned, count = self._turned(blocks), len(blocks.units)
         units, ready, done = turned[:count] % count, blocks.ready, blocks.done
@@ -168,8 +168,8 @@ class Rotations:
         """Return the accesses of some parts of a computation by blocks, each with its `Steps`.
 
         For each grid axis, one digit of an access's address may rise from rank to rank (see the module's docstring).
-        `Steps` has the weight of this digit, or 0 if no digit rises. Some parts begin with an access that other parts do
-        not have. Such accesses are left out.
+        `Steps` has the weight of this digit, or 0 if no digit rises. Some parts begin with an access that other parts
+        do not have. Such accesses are left out.
 
         Args:
             items: the accesses of each part.

@@ -190,9 +190,9 @@ def choose(gemm: Gemm, sms: int, tiles: tuple[Tile, ...], rates: Rates = TRITON)
 def _splits(tile: Tile, gemm: Gemm, sms: int, rates: Rates) -> Iterator[Tile]:
     """Yield the unsplit tile, then a copy of it for each way to split tiles that may make the matmul faster.
 
-    If the matmul waits for blocks of rows, the tiles of the first blocks may be split, and so may the last tiles. If all
-    rows are ready, only the tiles of the last wave may be split, and only if they fill at most half of the SMs. If all
-    tiles fit in one wave, the last tiles are not split: that was never faster.
+    If the matmul waits for blocks of rows, the tiles of the first blocks may be split, and so may the last tiles. If
+    all rows are ready, only the tiles of the last wave may be split, and only if they fill at most half of the SMs. If
+    all tiles fit in one wave, the last tiles are not split: that was never faster.
     """
     yield tile
     grid = Grid.of(tile, gemm)
