@@ -20,7 +20,7 @@ from hostir.call.rank import RankExecutor
 from hostir.ir.program import Program
 from hostir.job.groups import Groups
 from hostir.kernels.table import kernel_table
-from hostir.machines.cuda import streams
+from hostir.machines.cuda import copies, streams
 from hostir.machines.cuda.machine import CudaMachine
 
 CPU = torch.device("cpu")
@@ -41,6 +41,7 @@ class Stream:
 
     def __init__(self, device: object = None, name: str = "") -> None:
         self.name = name or f"stream {next(Stream.count)}"
+        self.cuda_stream = id(self)
 
     count: Iterator[int] = itertools.count()
 
@@ -111,6 +112,14 @@ alive: weakref.WeakSet[Graph] = weakref.WeakSet()
 used: set[object] = set()  # pools of graphs that are alive or gone
 
 
+class CopyAtOnce:
+    """A copy by the driver, which the fake makes at once."""
+
+    def __call__(self, out: torch.Tensor, x: torch.Tensor, stream: int) -> None:
+        if out.data_ptr() != x.data_ptr():
+            out.copy_(x)
+
+
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace torch's functions and classes by the fakes, and clear the log."""
     log.clear()
@@ -133,6 +142,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, fake in cuda.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", cuda["is_current_stream_capturing"])
+    monkeypatch.setattr(copies, "StridedCopy", CopyAtOnce)
     monkeypatch.setattr(streams, "_known", {})
     monkeypatch.setattr(streams, "_workers", {})
     monkeypatch.setattr(streams, "_taken", Counter())
