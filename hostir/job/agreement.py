@@ -193,6 +193,10 @@ class Agreement:
         If the ranks have not agreed on this kind of sizes, they meet. Every rank raises a HostIRError if a rank refuses
         the call, or if the programs, sizes or kernels of the ranks differ. If the ranks have agreed on this kind of
         sizes, this rank only compares its call through the store, without waiting.
+
+        Args:
+            sizes: the values of all symbols.
+            kind: a key that is the same for all sizes that need only one meeting (see `hostir.job.symmetric`).
         """
         if self.session is None:
             return

@@ -263,10 +263,10 @@ def _of_block(ready: ReadyFlags, block: int) -> ReadyFlags:
 
 
 def _in_complete_batches(out: torch.Tensor, a: torch.Tensor, blocks: int) -> bool:
-    """Return True if one launch can read `own_rows` in place.
+    """Return True if one launch can compute a contraction whose first block of rows lies in another tensor.
 
-    The leading axes must merge into `[batch, rows]`. Either there must be only one batch, or each block must consist of
-    complete batches.
+    The leading axes of `a` and `out` must merge into `[batch, rows]`. Either there must be only one batch, or each of
+    the `blocks` blocks of rows must consist of complete batches.
     """
     levels = collapse(a.shape[:-1], a.stride()[:-1], out.stride()[:-1])
     return len(levels) < 2 or (len(levels) == 2 and levels[0][0] % blocks == 0)

@@ -503,12 +503,12 @@ def reduce_sum(
             of axis 0; each has the same number of flags. A block of `out` waits for the same block of every source.
             Results are bitwise equal to a sum without flags. If a block does not arrive, the kernel reports it in
             `ready.timeouts`. Blocks of `out` that need the missing block are then not written, or only in part. The
-            same holds for blocks that the same programs would have computed later.
+            programs that gave up also skip each later block that is not ready when they come to it.
         done: completion flags for equal blocks of the flattened rows of `out`. The kernel raises each flag once its
             block is stored. Blocks are computed in order, from `done.first` on. But with `ready`, they are computed
             from block 0 on.
-        own_rows: rows that replace source `ready.source`, which the kernel does not wait for. They may have any shape
-            with the same number of rows and the same last axis.
+        own_rows: rows that replace source `ready.source`. The kernel does not wait for this source. The rows may have
+            any shape with the same number of rows and the same last axis.
 
     Sources are added in their order if there are at most MAX_SOURCES of them and they are not neighbours in memory. In
     all cases, the order of summation depends only on shapes and strides, so results repeat bit for bit. Raises

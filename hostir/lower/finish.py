@@ -264,7 +264,7 @@ class MakeDense(Pass):
 
 
 def _needed(program: Program) -> dict[str, Statement]:
-    """Return a map from the name of each input that must be dense to a statement that needs it dense."""
+    """Return the names of the inputs that must be dense, each with a statement that needs this input dense."""
     roots, inputs = _roots(program), {v.name for v in program.inputs}
     places = {s.out.name for s in program.walk() if isinstance(s, Rank)}
     needed: dict[str, Statement] = {}

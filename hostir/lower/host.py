@@ -94,7 +94,8 @@ def _exchange(mark: str, x: TensorType, out: TensorType) -> tuple[Front, Front]:
     """Return the view of `x` and the view of `out` for an alltoall over D ranks.
 
     `x` is `[.., A@m, .., B, ..]`, and its view is `[D, A@m, rest]`. `out` is `[.., A, .., B@m, ..]`, and its view is
-    `[D@m, A, rest]`.
+    `[D@m, A, rest]`. In both views, axis B is split into D and B/D, and D becomes the outermost axis. `rest` has B/D
+    and the other axes.
     """
     a = x.axis_on(mark)
     assert a is not None

@@ -68,8 +68,9 @@ def push_kernel(
     """Copy the pieces, batch by batch, and raise their flags.
 
     A batch consists of `together` successive pieces. The programs form GROUPS groups, and each group takes every
-    GROUPS-th batch. Each program of the group copies a part of the batch. A batch is complete once the previous batch
-    is complete and all programs of the group have copied their parts. The program that completes a batch raises the
+    GROUPS-th batch. Each program of the group copies a part of the batch. A batch is complete once all programs of its
+    group have copied their parts, and the batch before it, which may belong to another group, is complete.
+    The program that completes a batch raises the
     flags of the batch's pieces.
     """
     if DEPENDENTS:

@@ -3,9 +3,9 @@
 A flag holds an epoch. Every call starts with its flags at 0, so all replays of a CUDA graph are alike. Every rank ends
 a call by resetting the flags that peers raised. It then grants each of these peers a *credit*, the right to signal
 again: it adds 1 to a counter in the peer's memory. Before a rank accesses a peer in a call, it waits until it has a
-credit from every rank whose flags it raises in the call. Then it sets its counter back to 0. A rank cannot grant a
-second credit before the first credit is consumed, because a call ends only after all flags that peers raise in the call
-have risen.
+credit from every rank whose flags it raises in the call. Then it sets its counter back to 0. A rank never grants
+a peer a second credit before the peer has consumed the first one: the rank's next call ends only after the peer has
+raised its flags, and the peer consumes the credit before it raises them.
 
 A credit also says that the rank has finished the previous call. So the credits of a team can replace its first barrier,
 if no rank of the team does anything that concerns a peer before the barrier. Credits say nothing about ranks that are

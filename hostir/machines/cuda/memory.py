@@ -100,7 +100,8 @@ class PeerMemory:
         hostir calls this after a call that ended midway. The calls before that call end without help. Calls that end
         only because this method raises their flags read NaN. This method polls the streams, because a thread that waits
         for the complete device may keep the driver from issuing the work that raises the flags. Another thread aborts
-        NCCL, because NCCL then frees memory, and the driver waits until the device is idle.
+        NCCL. The abort frees memory, and the driver does not return from that before the device is idle. Meanwhile this
+        thread can still raise flags.
 
         Args:
             memories: all symmetric memory of this rank.

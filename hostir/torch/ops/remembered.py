@@ -54,7 +54,8 @@ class Executed:
         operands: the inputs of the executor.
         outputs: the outputs of the executor.
         versions: for each output, the number of in-place changes before the executor returned.
-        others: True if the call also did something that a remembered call would leave out.
+        others: True if the call cannot be repeated by running `executor` alone. For example, it ran a second executor,
+            or it wrote to tensors of the caller.
     """
 
     __slots__ = ("executor", "operands", "others", "outputs", "versions")
