@@ -119,7 +119,7 @@ class CudaBinder:
             operations that free memory and stand between the product and its last copy. They are bound after the
             kernel. None while no such product is being bound.
         awaited_at_once: the handles of communications that the next operation awaits. Their collectives may run on the
-            current stream.
+            caller's stream.
         inlined: those of these handles whose collectives have been bound to run on it so far.
         marks: the handles that are events of a stream, and not torch's `Work` objects.
         switches: the steps that only make another stream the current one.
