@@ -1,4 +1,4 @@
-"""Choose the strategy and the kernels of a fusion: by measurements if there are any, else by estimates."""
+"""Choose the strategy and the kernels of a fusion by measurements. Without measurements, choose by estimates."""
 
 from hostir.choice.choices import Candidate, Choice, Impossible, Timing
 from hostir.choice.compiling import chosen_for, compile, lower_auto

@@ -65,9 +65,9 @@ def compile(
             may have other values. Symbols that are left out must be in the shapes of inputs.
         kernels, machine, group: the same as in `Executor`. `auto` also chooses the kernels, unless `kernels` names
             them.
-        calls: how you will make calls on CUDA. `auto` compares the times of such calls. `out`: you pass `out=`, so the
-            executor replays programs without collectives from a CUDA graph. `eager`: you do not pass `out=`. `graph`:
-            you capture the calls in a CUDA graph.
+        calls: how you will make calls on CUDA. `auto` compares candidates by their times when they are called in this
+            way. `out`: you pass `out=`, so the executor replays programs without collectives from a CUDA graph.
+            `eager`: you do not pass `out=`. `graph`: you capture the calls in a CUDA graph.
         symmetric_limit: the maximum number of bytes of symmetric memory that the program may use on a rank. By default
             the knob HOSTIR_SYMMETRIC_LIMIT decides. `auto` chooses the fastest program within the limit.
         options: further options of `Executor`: `seed`, `trace`, `check`, `timeout`, `graphs`, `compare_calls`.

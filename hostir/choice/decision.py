@@ -65,9 +65,9 @@ def choose(
         kernels: the only kernels to consider: `aten`, `cublas` or `triton`. By default the knob HOSTIR_KERNELS decides.
         machine: `local`, `gloo` or `cuda`, as in `Executor`.
         group: the ranks that run the fusion, as in `Executor`.
-        calls: how the caller will make calls on CUDA. The times of such calls are compared. `out`: the caller passes
-            `out=`, so the executor replays programs without collectives from a CUDA graph. `eager`: the caller does not
-            pass `out=`. `graph`: the caller captures the calls in a CUDA graph.
+        calls: how the caller will make calls on CUDA. Candidates are compared by their times when they are called in
+            this way. `out`: the caller passes `out=`, so the executor replays programs without collectives from a CUDA
+            graph. `eager`: the caller does not pass `out=`. `graph`: the caller captures the calls in a CUDA graph.
         symmetric_limit: the maximum number of bytes of symmetric memory on a rank. By default the knob
             HOSTIR_SYMMETRIC_LIMIT decides.
         warn: True if rank 0 warns of strategies and overlaps that are not possible here. Pass False to report them in
@@ -229,7 +229,7 @@ class Decider:
         return cache.read(cache.key_of(self.program, sizes, self.platform))
 
     def choice(self, sizes: Mapping[str, int], entries: Entries | None = None) -> Choice:
-        """Return the choice for these sizes: the fastest candidate by measurements if there are any, else by estimates.
+        """Return the choice for these sizes: the fastest candidate by measurements or, without any, by estimates.
 
         `entries` holds the measurements; None stands for the measurements in this process's cache.
         """

@@ -73,7 +73,7 @@ class Hardware:
         link: the rate of copies to a peer.
         crowded: the share of `link` that is left while copies overlap.
         push: the fixed time of a kernel that copies on some SMs.
-        sm_rate: the rate at which each SM of such a kernel stores to a peer. All its SMs together reach at most `link`.
+        sm_rate: the rate at which each SM of this kernel stores to a peer. All its SMs together reach at most `link`.
         during_push: the share of its rate that a matmul keeps if it starts while a kernel copies on some SMs.
         barrier: the time of a barrier across ranks.
         signal: the time of a signal to another rank.

@@ -54,7 +54,7 @@ def _starts_before_the_end(unrolled: UnrolledProgram, at: int, copy: int) -> boo
 def overlap_clauses(unrolled: UnrolledProgram) -> tuple[str, ...]:
     """Return one clause for each type of communication. It says how many of them overlap, and with which computations.
 
-    If the program has no communication, the only clause says so.
+    If the program has no communication, the only clause is "it has no communication".
     """
     counts: Counter[str] = Counter()
     overlapping: Counter[str] = Counter()

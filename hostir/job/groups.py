@@ -56,7 +56,7 @@ class Groups:
         memory: the symmetric memory; None until a machine asks for it.
         streams: the worker streams of each program with symmetric memory, by the digest of the program. Executors that
             share memory share the streams.
-        timeouts: the timeouts that the kernels of such a program report, by the digest of the program.
+        timeouts: for each program with symmetric memory, by its digest, the timeouts that its kernels report.
         broken: the reason why this rank runs no more calls; empty if it may run calls. Either this rank could not
             connect to another rank, or a call was interrupted on this rank with gloo. In the second case, data that
             peers still send for this call would be received in the next call.

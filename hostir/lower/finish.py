@@ -245,7 +245,7 @@ def _once(body: tuple[Statement, ...], outer: dict[Statement, Value]) -> tuple[t
 class MakeDense(Pass):
     """Inserts a `dense` statement at the start of the program for each input that must be contiguous.
 
-    Communications need contiguous inputs, and so do reshapes that merge axes. A kernel that waits for rows needs
+    Communications need contiguous inputs. Reshapes that merge axes need them, too. A kernel that waits for rows needs
     contiguous scales of these rows. The `dense` statement copies an input that is not contiguous, and leaves other
     inputs as they are.
     """

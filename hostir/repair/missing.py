@@ -36,8 +36,8 @@ class MissingFlags:
     Args:
         outline: the statements of the program with their places.
         order: the order of the program's events.
-        deadlock: events that wait for each other in a cycle. If a missing signal would end the wait of such an event,
-            the wait is in `unsent`, too.
+        deadlock: events that wait for each other in a cycle. If a missing signal would end the wait of one of these
+            events, `unsent` also has this wait.
     """
 
     def __init__(self, outline: Outline, order: Order, deadlock: Sequence[Event] = ()) -> None:

@@ -1,11 +1,11 @@
 """Compute linear layers in fp8: quantize rows, gather the rows with their scales, and multiply. Layers have gradients.
 
-The recipe is torchao's `rowwise_with_gw_hp`. Operands are quantized to e4m3. Each row of the left operand has a scale,
-and so does each column of the right operand. Each call computes new scales and rounds them up to powers of two. The
-output and the gradient of the input are products in fp8. The gradient of the weight is a product in the layer's dtype.
-Its operands are read in fp8, because this rank already has them in fp8: a column-parallel layer has the gathered x, and
-a row-parallel layer has its x and the gathered gradient of the output. torchao would gather rows again in the layer's
-dtype.
+The recipe is torchao's `rowwise_with_gw_hp`. Operands are quantized to e4m3. There is a scale for each row of the left
+operand, and for each column of the right operand. Each call computes new scales and rounds them up to powers of two.
+The output and the gradient of the input are products in fp8. The gradient of the weight is a product in the layer's
+dtype. Its operands are read in fp8, because this rank already has them in fp8: a column-parallel layer has the gathered
+x, and a row-parallel layer has its x and the gathered gradient of the output. torchao would gather rows again in the
+layer's dtype.
 
 A rank that sees only a part of a row or column may choose another scale than a rank that sees all of it. Because all
 scales are powers of two, both ranks round an element to the same value. Elements more than 14,000 times smaller than

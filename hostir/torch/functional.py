@@ -194,7 +194,8 @@ def column_parallel_linear(
         fp8: True to multiply in fp8. x must be bf16, f16 or f32, and `gather_dim` must not be the last axis.
 
     Returns:
-        This rank's columns for all tokens, `[..., N/ranks]`; a list of such tensors if `weight` is several weights.
+        This rank's columns for all tokens, `[..., N/ranks]`. If `weight` is several weights, a list with one tensor for
+        each weight.
     """
     one = isinstance(weight, Tensor)
     weights = [weight] if isinstance(weight, Tensor) else [*weight]

@@ -364,7 +364,7 @@ def _resized(node: Node) -> Iterator[Node]:
 
 
 def gather_of_scales(graph: Graph, gather: Node, axis: int, products: list[GatheredProduct]) -> Node | None:
-    """Return the all-gather of the rows' scales; None if there is none that the fused operator can replace.
+    """Return the all-gather of the rows' scales; None if no such all-gather can be replaced by the fused operator.
 
     `gather` gathers the rows along `axis`. The all-gather of the scales must have the same group and axis, and only
     `products` may use its result.

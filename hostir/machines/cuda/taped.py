@@ -141,8 +141,8 @@ class TapedRun:
     def only_prepares(self, op: Op, step: Step) -> bool:
         """Return True if a step that has made no tape entries may run before the entries that are still pending.
 
-        A step that allocates memory, makes a view or sets the current stream may do so. A step that frees memory may
-        not.
+        A step that allocates memory, makes a view or sets the current stream may run early. A step that frees memory
+        may not.
         """
         return isinstance(op, AllocateOp | ViewOp) or step in self.plan.switches
 

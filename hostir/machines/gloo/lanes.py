@@ -1,7 +1,7 @@
 """Lanes of a CPU process, the failure of a run, and the times of steps.
 
-A lane is the list of steps that one thread executes in a run. Each stream has a lane, and so does each team that
-communicates.
+A lane is the list of steps that one thread executes in a run. There is a lane for each stream and for
+each team that communicates.
 """
 
 from __future__ import annotations

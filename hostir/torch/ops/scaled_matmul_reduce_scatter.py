@@ -194,8 +194,8 @@ def scatter_fusion(
         K: the number of columns of `%a` over all ranks.
         product: the properties of the product, which include its right operand and its result.
         scales: the layout of the scales. `one`: each operand has one scale. `rows`: each row of `%a` and each column of
-            `%b` has a scale. `blocks`: each 128 elements of a row of `%a` have a scale, and so does each 128x128 block
-            of `%b`.
+            `%b` has a scale. `blocks`: there is a scale for each 128 elements of a row of `%a`, and for each 128x128
+            block of `%b`.
         extra: the number of axes of the rows besides M.
         outside: the number of these axes that stand before M.
     """
