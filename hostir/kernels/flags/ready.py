@@ -1,9 +1,9 @@
 """Ready flags: rows may arrive in blocks while a kernel runs, and its programs wait for the flag of each block.
 
 A flag holds the highest epoch that its block has reached. Another stream, a copy engine or a peer fills the block and
-then raises the flag. In the interpreter, another process does both. The kernel waits by polling, and holds its SMs while
-it waits. So the work that raises the flag must not need these SMs. In the interpreter, it must not be a kernel of the
-same process.
+then raises the flag. In the interpreter, another process does both. The kernel waits by polling, and holds its SMs
+while it waits. So the work that raises the flag must not need these SMs. In the interpreter, it must not be a kernel of
+the same process.
 """
 
 from __future__ import annotations

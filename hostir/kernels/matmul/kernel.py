@@ -44,7 +44,8 @@ class Constants(NamedTuple):
         RUN: with EXACT, the number of steps along K after which a partial sum is added to the total.
         SCALES: the layout of the scales of 8-bit operands; empty without scales. `rows`: each row of a and each column
             of b has a scale, or the operand has one scale. `blocks`: there is a scale for each
-            SCALE_BLOCK elements of a row of a, and for each block of SCALE_BLOCK^2 elements of b. BK and BN then divide SCALE_BLOCK.
+            SCALE_BLOCK elements of a row of a, and for each block of SCALE_BLOCK^2 elements of b. BK and BN then divide
+            SCALE_BLOCK.
         STEPWISE: the sum of each step along K is added to the total in float32. With SCALES `blocks`, the kernel does
             this even without STEPWISE. Else tensor cores add up all steps. The sums in tensor cores have fewer bits
             than float32 if operands have 8 bits.
