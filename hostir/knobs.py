@@ -35,6 +35,7 @@ __all__ = [
     "SPEC",
     "SYMMETRIC_LIMIT",
     "TIMEOUT",
+    "TUNE",
     "Knob",
     "Row",
     "check_environment",
@@ -141,6 +142,13 @@ def _seconds(text: str) -> float:
     return seconds
 
 
+def _budget(text: str) -> float:
+    seconds = float(text)
+    if not (math.isfinite(seconds) and seconds >= 0):
+        raise ValueError(text)
+    return seconds
+
+
 def _bytes(text: str) -> int | None:
     if (count := int(text)) < 0:
         raise ValueError(text)
@@ -231,8 +239,18 @@ NATIVE: Knob[bool] = Knob(
     "that Triton needs, too. 0: Python issues all calls, which takes two to three times as long on the host.",
 )
 
+TUNE: Knob[float] = Knob(
+    "HOSTIR_TUNE",
+    2.0,
+    "a number of seconds; 0 for no trials",
+    _budget,
+    "Seconds that trials may add to the calls of a fusion, for each range of sizes. The strategy `auto` tries the best "
+    "candidates in the first calls, at most 64, and keeps the fastest. 0: it takes the candidate that was measured "
+    "before, or the one with the shortest estimate.",
+)
+
 KNOBS: tuple[Knob[Path | None] | Knob[int] | Knob[int | None] | Knob[float] | Knob[str] | Knob[bool], ...] = (
-    *(DUMP, SPEC, TIMEOUT, KEEPALIVE, KERNELS, CACHE, SYMMETRIC_LIMIT, COMPARE_CALLS, NATIVE),
+    *(DUMP, SPEC, TIMEOUT, KEEPALIVE, KERNELS, CACHE, SYMMETRIC_LIMIT, COMPARE_CALLS, NATIVE, TUNE),
 )
 
 

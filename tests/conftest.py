@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from pathlib import Path
 
 import hypothesis
@@ -24,6 +25,11 @@ hypothesis.settings.load_profile("same")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--accept", action="store_true", help="write the golden files under tests/cases anew")
+
+
+def pytest_configure() -> None:
+    # Trials of candidates would run several programs in turn: tests of trials turn them on.
+    os.environ.setdefault("HOSTIR_TUNE", "0")
 
 
 @pytest.fixture(scope="session")

@@ -255,6 +255,24 @@ class RankExecutor(Executor):
         registers = places(plan.unrolled, plan.memory)
         return tuple(None if register == NONE else plan.registers[register] for register in registers)
 
+    def prepare(self, inputs: Sequence[Any], out: Any) -> None:
+        """Make the plan for calls with these tensors, and run nothing. All ranks call this.
+
+        Raises HostIRError if this rank or another rank cannot make the plan. The watchdog does not end the job then.
+        """
+        watchdog, self.watchdog = self.watchdog, None
+        try:
+            with self.calls.turn(self.program.name):
+                self._choose(cache_key(inputs), inputs, out, places=True)
+        finally:
+            self.watchdog = watchdog
+
+    def rest(self) -> None:
+        """Drop all plans and what they hold, except those that CUDA graphs of the caller use. Later calls plan anew."""
+        if self.watchdog is not None and self.watchdog.plan in self.plans.values():
+            self.watchdog.unwatch()
+        self._end_plans()
+
     @property
     def tape(self) -> str:
         plan = self.latest.plan if self.latest is not None else None

@@ -14,18 +14,18 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from hostir.choice.choices import Candidate
+from hostir.choice.choices import Candidate, ranked_by
 from hostir.choice.platforms import Platform
 from hostir.ir.program import Program
 from hostir.ir.source import error, warn_once
 from hostir.knobs import CACHE
 
-FORMAT = 1
+FORMAT = 2
 
 
 class CacheWarning(UserWarning):
@@ -36,13 +36,46 @@ class CacheWarning(UserWarning):
 class Entry:
     """The measurement of one candidate: its times in microseconds, or the reason why it has no times.
 
-    The measurement is valid only for the host program with this `digest`.
+    The measurement is valid only for the host program with this `digest`. A time is None if it was not measured.
+
+    Fields:
+        eager: the time of a call without `out=`.
+        out: the time of a call with `out=`.
+        graph: the time in a replay of a CUDA graph that the caller captured.
+        replays: False if measuring has shown that the program cannot be captured.
     """
 
     digest: str
     eager: float | None = None
     graph: float | None = None
     failure: str = ""
+    out: float | None = None
+    replays: bool = True
+
+    @staticmethod
+    def measured(program: Program, eager: float | None, graph: float | None = None, failure: str = "") -> Entry:
+        """Return the measurement of a program in all ways. If `graph` is None, the program cannot be captured."""
+        captured_by_caller = any(s.collective for s in program.walk())
+        out = ranked_by("out", eager, graph, captured_by_caller=captured_by_caller)
+        return Entry(program.digest, eager, graph, failure, out, replays=graph is not None)
+
+    @staticmethod
+    def of(digest: str, calls: str, us: float) -> Entry:
+        """Return the measurement of calls that are made as `calls` says: `eager` or `out`."""
+        return Entry(digest, out=us) if calls == "out" else Entry(digest, eager=us)
+
+    def time(self, calls: str) -> float | None:
+        """Return the time of calls that are made as `calls` says: `eager`, `out` or `graph`."""
+        if calls == "graph":
+            return self.graph if self.replays else self.eager
+        return self.out if calls == "out" else self.eager
+
+    def merged(self, later: Entry) -> Entry:
+        """Return this measurement with the times of a later one, which replaces it if the program has changed."""
+        if self.digest != later.digest or later.failure:
+            return later
+        times = {name: getattr(later, name) or getattr(self, name) for name in ("eager", "graph", "out")}
+        return replace(later, **times, replays=self.replays and later.replays)
 
 
 Entries = Mapping[Candidate, Entry]
@@ -95,10 +128,10 @@ def read(key: Mapping[str, Any]) -> Entries:
 
 
 def _entry(data: Mapping[str, Any]) -> Entry:
-    entry = Entry(str(data["digest"]), _time(data["eager"]), _time(data["graph"]), str(data["failure"]))
-    if entry.eager is None and not entry.failure:
+    times = {name: _time(data[name]) for name in ("eager", "graph", "out")}
+    if not any(times.values()) and not data["failure"]:
         raise ValueError(data)
-    return entry
+    return Entry(str(data["digest"]), failure=str(data["failure"]), replays=bool(data["replays"]), **times)
 
 
 def _time(value: Any) -> float | None:
@@ -127,7 +160,9 @@ def write(key: Mapping[str, Any], name: str, entries: Entries) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(path.parent):
-            _replace(path, key, name, {**read(key), **entries})
+            known = read(key)
+            merged = {c: known[c].merged(entry) if c in known else entry for c, entry in entries.items()}
+            _replace(path, key, name, {**known, **merged})
     except OSError as problem:
         raise error(
             f"cannot write the tuning cache {path.parent}: {problem.strerror or problem}",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hostir.lower import STRATEGIES
 
 MEASURED, ESTIMATED, ASKED_FOR, FALLBACK = "measured", "estimated", "asked for", "fallback"
+BEING_MEASURED = "being measured"  # with the number of candidates that were tried so far
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,26 @@ def ranked_by(calls: str, eager: float | None, graph: float | None, *, captured_
     return graph if replayed and graph is not None else eager
 
 
+@dataclass
+class Progress:
+    """The state of a trial, for reports.
+
+    Fields:
+        best: the best candidate so far.
+        times: the times of the candidates tried so far, in microseconds.
+        refused: the reasons why candidates were not tried.
+        tried, rivals: the number of candidates that were tried so far, and the number of all candidates.
+        done: True once the trial has ended.
+    """
+
+    best: Candidate
+    times: dict[Candidate, float] = field(default_factory=dict)
+    refused: dict[Candidate, str] = field(default_factory=dict)
+    tried: int = 1
+    rivals: int = 1
+    done: bool = False
+
+
 @dataclass(frozen=True)
 class Impossible:
     """A candidate that cannot be chosen, and the reason.
@@ -84,8 +105,9 @@ class Choice:
         fusion: the name of the fusion.
         taken: the chosen candidate.
         source: the reason for the choice. `measured`: the candidate was the fastest in measurements. `estimated`: it is
-            the fastest by the cost model. `asked for`: the caller named its strategy. `fallback`: the program
-            communicates, but only the sequential strategy is possible.
+            the fastest by the cost model. `being measured (3 of 5)`: it is the fastest so far in a trial. `asked for`:
+            the caller named its strategy. `fallback`: the program communicates, but only the sequential strategy is
+            possible.
         machine: a description of the machine for which the times are valid.
         timings: the times of the candidates, the fastest first.
         impossible: the candidates that could not be chosen, with the reasons.

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from hostir.choice.candidates import asked_for
 from hostir.choice.choices import ASKED_FOR, Choice
 from hostir.choice.decision import choose, log_choice, machine_name, program_of, rank_here, warn_fallbacks
-from hostir.choice.ranges import agreed_ranges, free_sizes
+from hostir.choice.ranges import agreed_ranges
 from hostir.ir.program import Program
 from hostir.ir.source import did_you_mean, error, user_span
-from hostir.knobs import KERNELS
+from hostir.knobs import KERNELS, TUNE
 from hostir.lower import AUTO, STREAMS, HasProgram
 from hostir.lower import lower as lower_by
 from hostir.lower.strategies import Watcher, check_strategy, fusion_of
@@ -45,13 +45,16 @@ def compile(
     group: Any = None,
     calls: str = "out",
     symmetric_limit: int | None = None,
+    tune: float | None = None,
     **options: Any,
 ) -> Executor:
     """Compile a fusion into an executor. The executor's field `choice` says which strategy it runs, and why.
 
-    The strategy `auto` takes the fastest strategy. If `hostir tune` has filled the cache of this machine, measurements
-    decide which strategy is the fastest. Otherwise a cost model estimates it. Under torchrun rank 0 chooses for all
-    ranks. A `hostir.FallbackWarning` names, once, the strategies and overlaps that are not possible on this machine or
+    The strategy `auto` takes the fastest strategy. A cost model estimates which strategies are fast, and the first
+    calls try the best of them (docs/choosing.md). The measurements are kept for later processes, and `hostir tune`
+    makes them in advance. Under torchrun rank 0 chooses for all ranks.
+
+    A `hostir.FallbackWarning` names, once, the strategies and overlaps that are not possible on this machine or
     for these sizes.
 
     If the fusion has symbols that are not in `sizes`, `auto` chooses a program for each range of their values, when a
@@ -70,6 +73,8 @@ def compile(
             `eager`: you do not pass `out=`. `graph`: you capture the calls in a CUDA graph.
         symmetric_limit: the maximum number of bytes of symmetric memory that the program may use on a rank. By default
             the knob HOSTIR_SYMMETRIC_LIMIT decides. `auto` chooses the fastest program within the limit.
+        tune: the seconds that trials of candidates may add to the calls of each range of sizes; 0 for no trials. By
+            default the knob HOSTIR_TUNE decides.
         options: further options of `Executor`: `seed`, `trace`, `check`, `timeout`, `graphs`, `compare_calls`.
 
     Raises HostIRError if `auto` cannot choose because a size has no value and does not follow from the inputs.
@@ -90,6 +95,7 @@ def compile(
         group=group,
         calls=calls,
         symmetric_limit=symmetric_limit,
+        tune=tune,
         options=options,
     )
 
@@ -105,6 +111,7 @@ def compiled(
     group: Any = None,
     calls: str = "out",
     symmetric_limit: int | None = None,
+    tune: float | None = None,
     options: Mapping[str, Any] = MappingProxyType({}),
     warn: bool = True,
 ) -> Executor:
@@ -123,25 +130,18 @@ def compiled(
         limited: dict[str, Any] = {**options, "symmetric_limit": symmetric_limit}
         return Executor(host, sizes=fixed, kernels=chosen_kernels, machine=machine, group=group, **limited)
 
-    if strategy == AUTO and free_sizes(program, bound):
+    rank, budget = rank_here(machine, group), TUNE.get(tune)
+    if rank is None or calls == "graph" or options.get("trace") is not None:
+        budget = 0.0  # simulated ranks have no speed; calls in graphs cannot be timed; a trace shows one program
+    if strategy == AUTO:
         from hostir.choice.ranged import RangedExecutor
 
         _refuse_streams(streams)
-        ranges = agreed_ranges(program, bound, kernels, machine, calls, symmetric_limit, group, warn)
-        return RangedExecutor(ranges, rank_here(machine, group), execute)
-    if strategy == AUTO:
-        _refuse_streams(streams)
-        choice = choose(
-            program,
-            sizes=bound,
-            kernels=kernels,
-            machine=machine,
-            group=group,
-            calls=calls,
-            symmetric_limit=symmetric_limit,
-            warn=warn,
-        )
-        host = program_of(program, choice)
+        ranges = agreed_ranges(program, bound, kernels, machine, calls, symmetric_limit, group, warn, budget)
+        if ranges.budget or ranges.free:
+            return RangedExecutor(ranges, rank, execute)
+        choice = ranges.choice(ranges.fixed)
+        host = ranges.program(choice.taken)
     else:
         host = lower_by(program, strategy, STREAMS if streams is None else streams)
         candidate, notes = asked_for(strategy, host, KERNELS.get(kernels))

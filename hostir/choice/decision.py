@@ -228,22 +228,31 @@ class Decider:
             return {}
         return cache.read(cache.key_of(self.program, sizes, self.platform))
 
-    def choice(self, sizes: Mapping[str, int], entries: Entries | None = None) -> Choice:
+    def choice(self, sizes: Mapping[str, int], entries: Entries | None = None, calls: str | None = None) -> Choice:
         """Return the choice for these sizes: the fastest candidate by measurements or, without any, by estimates.
 
-        `entries` holds the measurements; None stands for the measurements in this process's cache.
+        Args:
+            sizes: a value for each of the fusion's symbols.
+            entries: the measurements; None for the measurements in this process's cache.
+            calls: how calls are made; None for the decider's field `calls`.
         """
-        candidates = self.candidates
+        candidates, calls = self.candidates, calls or self.calls
         notes = list(candidates.not_overlapped)
-        measured = self._measured(sizes, self.measurements(sizes) if entries is None else entries)
+        measured = self._measured(sizes, self.measurements(sizes) if entries is None else entries, calls)
         if measured is not None:
             return self._fastest(MEASURED, *measured, notes)
-        timings, impossible = estimated(candidates, self.platform, sizes, self.calls, self.limit)
+        timings, impossible = self.estimates(sizes, calls)
         if self.platform.note:
             notes.append(self.platform.note)
         only_sequential = {timing.candidate.strategy for timing in timings} == {SEQUENTIAL}
         source = FALLBACK if only_sequential and _communicates(candidates.programs.values()) else ESTIMATED
         return self._fastest(source, timings, impossible, notes)
+
+    def estimates(
+        self, sizes: Mapping[str, int], calls: str | None = None
+    ) -> tuple[tuple[Timing, ...], tuple[Impossible, ...]]:
+        """Return the estimated times of the candidates, and the impossible candidates. See `choice` for `calls`."""
+        return estimated(self.candidates, self.platform, sizes, calls or self.calls, self.limit)
 
     def program_of(self, candidate: Candidate) -> Program:
         """Return the host program of a chosen candidate."""
@@ -257,7 +266,7 @@ class Decider:
         return self.limit is None or symmetric_bytes(program, sizes) <= self.limit
 
     def _measured(
-        self, sizes: Mapping[str, int], entries: Entries
+        self, sizes: Mapping[str, int], entries: Entries, calls: str
     ) -> tuple[tuple[Timing, ...], tuple[Impossible, ...]] | None:
         """Return the measured times of candidates, and the impossible candidates.
 
@@ -274,10 +283,12 @@ class Decider:
                 impossible.append(Impossible(candidate, UNMEASURED))
             elif entry.failure:
                 impossible.append(Impossible(candidate, entry.failure, warn=True))
+            elif (us := entry.time(calls)) is None:
+                impossible.append(Impossible(candidate, UNMEASURED))
             elif refusal := _too_large(symmetric := symmetric_bytes(program, sizes), self.limit):
                 impossible.append(Impossible(candidate, refusal, warn=True))
             else:
-                timings.append(_timing(candidate, program, entry.eager, entry.graph, self.calls, symmetric))
+                timings.append(Timing(candidate, us, entry.eager, entry.graph, symmetric))
         return (tuple(timings), tuple(impossible)) if timings else None
 
     def _fastest(

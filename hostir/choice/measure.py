@@ -57,7 +57,7 @@ class Subject:
 
     @property
     def entry(self) -> Entry:
-        return Entry(self.program.digest, self.eager, self.graph, self.failure)
+        return Entry.measured(self.program, self.eager, self.graph, self.failure)
 
 
 def measure(

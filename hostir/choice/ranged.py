@@ -1,12 +1,14 @@
-"""Run a fusion with free sizes. There is one executor for each candidate that was chosen for some sizes.
+"""Run a fusion for which `auto` chooses. There is one executor for each candidate that was chosen or tried.
 
 Free sizes are symbols of a fusion that only the inputs of a call determine.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,8 +17,9 @@ from hostir.call.bound import untraced
 from hostir.call.executor import Executor
 from hostir.call.sizes import bind_sizes
 from hostir.call.started import Started
-from hostir.choice.choices import Candidate
-from hostir.choice.ranges import Ranges
+from hostir.choice.choices import Candidate, Choice, Timing
+from hostir.choice.ranges import Ranges, key
+from hostir.choice.trials import Trial
 from hostir.ir.op import Value
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
@@ -24,11 +27,19 @@ from hostir.kernels.dtypes import torch_dtype
 from hostir.machines.binding import Part
 
 
-class RangedExecutor(Executor):
-    """Runs a fusion with free sizes. Each call runs the program that is chosen for its sizes.
+class TriedCall(NamedTuple):
+    """A call in a range of sizes whose candidates are still being tried."""
 
-    The executor of a candidate is made when a call first needs it. If this object lacks an attribute, the attribute is
-    looked up in `current`, the executor of the latest call.
+    trial: Trial
+    sizes: Mapping[str, int]
+
+
+class RangedExecutor(Executor):
+    """Runs a fusion for which `auto` chooses. Each call runs the program that is chosen for its sizes.
+
+    The executor of a candidate is made when a call first needs it. In the first calls of a range of sizes, a `Trial`
+    may run several candidates in turn. If this object lacks an attribute, the attribute is looked up in `current`, the
+    executor of the latest call.
 
     Args:
         ranges: the choices for all sizes.
@@ -36,19 +47,25 @@ class RangedExecutor(Executor):
         execute: makes an executor from a program and the name of its kernels.
 
     Fields:
-        choice: the choices for all sizes.
+        ranges: the choices for all sizes.
         executors: the executors made so far, by candidate.
+        trials: the trials that have begun and have not ended, by the sizes that stand for their range.
     """
 
     def __init__(self, ranges: Ranges, rank: int | None, execute: Callable[[Program, str], Executor]) -> None:
-        self.choice = ranges
+        self.ranges = ranges
         self.executors: dict[Candidate, Executor] = {}
+        self.trials: dict[str, Trial] = {}
+        self._settled: set[str] = set()  # the ranges without a trial, or after it
         self._execute = execute
         self._simulated, self._rank = rank is None, rank or 0
         largest = self._executor(ranges.candidate(ranges.largest))
         self._latest: tuple[list[int] | None, Executor] = None, largest  # the call's extents at `_axes`, its executor
+        self._number = 0
         if largest.session is not None:
             largest.session.members.add(self)
+            largest.session.compiled += 1  # in the same order on all ranks
+            self._number = largest.session.compiled
         self._axes = [  # (input, axis) for the axes with free sizes of the inputs that this rank holds
             (i, k)
             for i, value in enumerate(ranges.first_program.inputs)
@@ -56,6 +73,11 @@ class RangedExecutor(Executor):
             for k, size in enumerate(value.tensor.shape)
             if not size.names.isdisjoint(ranges.free)
         ]
+
+    @property
+    def choice(self) -> Choice | Ranges:
+        """The choices for all sizes. If no size is free, the choice for the sizes that were passed to `compile`."""
+        return self.ranges if self.ranges.free else self.ranges.choice(self.ranges.fixed)
 
     @property
     def current(self) -> Executor:
@@ -69,15 +91,30 @@ class RangedExecutor(Executor):
 
     @untraced
     def __call__(self, *inputs: Any, out: Any = None) -> tuple[Any, ...]:
-        return self._for(inputs)(*inputs, out=out)
+        suitable = self._for(inputs)
+        if not isinstance(suitable, TriedCall):
+            return suitable(*inputs, out=out)
+        executor, outputs = suitable.trial.call(suitable.sizes, inputs, out)
+        self._latest = None, executor
+        return outputs
 
     @untraced
     def start(self, *inputs: Any, out: Any = None) -> Started:
-        return self._for(inputs).start(*inputs, out=out)
+        suitable = self._for(inputs)
+        if not isinstance(suitable, TriedCall):
+            return suitable.start(*inputs, out=out)
+        executor, started = suitable.trial.start(inputs, out)
+        self._latest = None, executor
+        return started
 
     @untraced
     def places(self, *inputs: Any) -> tuple[Part, ...]:
-        return self._for(inputs).places(*inputs)
+        suitable = self._for(inputs)
+        if isinstance(suitable, TriedCall):
+            suitable.trial.end()  # the caller is going to use memory of one candidate
+            suitable = self._for(inputs)
+            assert not isinstance(suitable, TriedCall)
+        return suitable.places(*inputs)
 
     @property
     def tape(self) -> str:
@@ -95,12 +132,18 @@ class RangedExecutor(Executor):
         """Make no more executors, because the process group is gone. The existing executors refuse calls."""
         current = self.current
         self._execute = lambda program, kernels: current
+        self.trials.clear()
 
     def _drop_stale(self) -> None:
         """Do nothing, because the executors of the candidates drop their plans themselves."""
 
-    def _for(self, inputs: Sequence[Any]) -> Executor:
-        """Return the executor of the candidate for a call with these inputs."""
+    def _renew(self) -> None:
+        """Begin trials that have not ended anew. The executors of the candidates drop their plans themselves."""
+        for trial in self.trials.values():
+            trial.restart()
+
+    def _for(self, inputs: Sequence[Any]) -> Executor | TriedCall:
+        """Return the executor for a call with these inputs, or the trial to which the call belongs."""
         latest, executor = self._latest  # in one read: other threads may call, too
         try:
             extents = [inputs[i].shape[k] for i, k in self._axes]
@@ -111,30 +154,67 @@ class RangedExecutor(Executor):
         suitable = self._suitable(inputs, executor)
         if suitable is None:  # keep `_latest`: a later, correct call may have the same extents
             return executor
-        self._latest = extents, suitable
+        if not isinstance(suitable, TriedCall):
+            self._latest = extents, suitable
         return suitable
 
-    def _suitable(self, inputs: Sequence[Any], latest: Executor) -> Executor | None:
-        """Return the executor for the sizes of a call; None for inputs without valid sizes, which all executors refuse.
+    def _suitable(self, inputs: Sequence[Any], latest: Executor) -> Executor | TriedCall | None:
+        """Return the executor or the trial for the sizes of a call.
 
-        Only shapes decide. So if one rank refuses its inputs for another reason, it does so in the same executor that
-        the other ranks call.
+        Return None for inputs without valid sizes, which all executors refuse. Only shapes decide. So if one rank
+        refuses its inputs for another reason, it does so in the same executor that the other ranks call.
         """
-        program, fixed = self.choice.first_program, latest.sizes
+        program, fixed = self.ranges.first_program, latest.sizes
         sizes: Mapping[str, int] | None
         try:
-            if self._simulated:
+            if not self.ranges.free:
+                sizes = self.ranges.fixed
+            elif self._simulated:
                 sizes = sizes_of(program, inputs, fixed)
             else:
                 shaped = [_with_shape_of(x, v) for v, x in zip(program.inputs, inputs, strict=True)]
                 sizes = bind_sizes(program, shaped, fixed, rank=self._rank)
         except (HostIRError, RuntimeError, ValueError):  # for example nested tensors, or too many tensors
             return None
-        return None if sizes is None else self._executor(self.choice.candidate(sizes))
+        if sizes is None:
+            return None
+        trial = self._trial(sizes)
+        return TriedCall(trial, sizes) if trial is not None else self._executor(self.ranges.candidate(sizes))
+
+    def _trial(self, sizes: Mapping[str, int]) -> Trial | None:
+        """Return the trial for the range of these sizes; None if there is none, or if it has ended."""
+        name = key(self.ranges.representative(sizes))
+        if name in self._settled:
+            return None
+        if name in self.trials:
+            trial = self.trials[name]
+            if not trial.is_over:
+                return trial
+        elif rivals := self.ranges.rivals(sizes):
+            trial = self.trials[name] = self._begin(name, sizes, rivals)
+            return trial
+        self._settled.add(name)
+        self.trials.pop(name, None)
+        return None
+
+    def _begin(self, name: str, sizes: Mapping[str, int], rivals: Sequence[Timing]) -> Trial:
+        """Return a new trial for a range of sizes."""
+        ranges, session = self.ranges, self.session
+        execute = weakref.WeakMethod(self._executor)  # so that the last reference destroys this executor at once
+        first = session is None or session.rank == 0
+        return Trial(
+            f"@{ranges.fusion}{f' at {name}' if name else ''} ({self._number})",
+            rivals,
+            ranges.captured(sizes),
+            lambda candidate: execute()(candidate),  # type: ignore[misc]
+            ranges.estimate,
+            0.0 if torch.are_deterministic_algorithms_enabled() else ranges.budget,
+            partial(ranges.tried, dict(sizes), ranges.choice(sizes), rivals, first),
+        )
 
     def _executor(self, candidate: Candidate) -> Executor:
         if candidate not in self.executors:
-            self.executors[candidate] = self._execute(self.choice.program(candidate), candidate.kernels)
+            self.executors[candidate] = self._execute(self.ranges.program(candidate), candidate.kernels)
         return self.executors[candidate]
 
 

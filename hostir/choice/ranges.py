@@ -6,19 +6,23 @@ example, 4096 stands for 3072 to 6143.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from math import lcm
+from math import lcm, nan
 from typing import Any
 
+from hostir.choice import cache
 from hostir.choice.cache import Entries, Entry
 from hostir.choice.candidates import SEQUENTIAL
-from hostir.choice.choices import Candidate, Choice
+from hostir.choice.choices import BEING_MEASURED, MEASURED, Candidate, Choice, Impossible, Progress, Timing
 from hostir.choice.decision import Decider, check_sizes, decider_for, from_rank_0, log_choice, warn_fallbacks
 from hostir.ir.program import Program
+from hostir.ir.source import HostIRError, warn_once
 
 LARGEST = 16  # the exponent of the largest size that choices are made for; it stands for all larger sizes as well
+MOST_RIVALS = 4  # candidates with the shortest estimates that a trial compares; a sequential one is always among them
+UNTRIED = "not tried: its estimate is longer than those of the candidates that were tried"
 
 
 @dataclass(frozen=True)
@@ -42,13 +46,18 @@ class Ranges:
     """The choices for a fusion with free sizes. Each choice is made for powers of two near the sizes of a call.
 
     A choice is made when a call first needs it. It depends only on the sizes and the measurements, so all ranks make
-    the same choice without communicating.
+    the same choice without communicating. A trial may replace it later.
 
     Args:
         decider: makes the choice for one set of sizes.
         fixed: the sizes that are not free.
         measured: the measurements, by `key` of the sizes; None to read the measurements in this process's cache.
+
+    Fields:
+        budget: the seconds that a trial may add to the calls of a range; 0 for no trials.
     """
+
+    budget = 0.0
 
     def __init__(
         self, decider: Decider, fixed: Mapping[str, int], measured: Mapping[str, Entries] | None = None
@@ -59,6 +68,7 @@ class Ranges:
         self.measured = measured
         self.multiples = {name: _multiple(name, decider) for name in self.free}
         self.choices: dict[str, Choice] = {}  # by `key` of the sizes
+        self._estimates: dict[str, dict[Candidate, float]] = {}  # by `key` of the sizes of calls that were timed
 
     @property
     def fusion(self) -> str:
@@ -78,20 +88,106 @@ class Ranges:
         representative = self.representative(sizes)
         name = key(representative)
         if name not in self.choices:
-            entries = None if self.measured is None else self.measured.get(name, {})
-            self.choices[name] = self.decider.choice(representative, entries)
+            self.choices[name] = self.decider.choice(representative, self._entries(name))
             log_choice(self.choices[name])
         return self.choices[name]
+
+    def _entries(self, name: str) -> Entries | None:
+        return None if self.measured is None else self.measured.get(name, {})
+
+    def captured(self, sizes: Mapping[str, int]) -> Candidate:
+        """Return the fastest candidate for a caller that captures calls with these sizes into a CUDA graph."""
+        representative = self.representative(sizes)
+        choice = self.decider.choice(representative, self._entries(key(representative)), "graph")
+        return self._fitting(choice, sizes)
 
     def candidate(self, sizes: Mapping[str, int]) -> Candidate:
         """Return the fastest candidate with a program that can run with these sizes.
 
         If no program can, return the sequential candidate. Its executor raises the reason.
         """
-        ranked = [timing.candidate for timing in self.choice(sizes).timings]
+        return self._fitting(self.choice(sizes), sizes)
+
+    def _fitting(self, choice: Choice, sizes: Mapping[str, int]) -> Candidate:
+        ranked = [timing.candidate for timing in choice.timings]
         fitting = (c for c in ranked if self.decider.fits(self.program(c), sizes))
         sequential = (c for c in ranked if c.strategy == SEQUENTIAL)
         return next(fitting, None) or next(sequential, ranked[0])
+
+    def rivals(self, sizes: Mapping[str, int]) -> tuple[Timing, ...]:
+        """Return the candidates that a trial should compare in calls with these sizes, with their estimated times.
+
+        The fastest comes first. The tuple is empty if there is nothing to compare, or if all were measured before.
+        """
+        if not self.budget or self.decider.calls == "graph":
+            return ()
+        choice = self.choice(sizes)
+        timings = sorted(self.decider.estimates(self.representative(sizes))[0], key=lambda timing: timing.us)
+        fitting = [timing for timing in timings if self.decider.fits(self.program(timing.candidate), sizes)]
+        sequential = [timing for timing in fitting if timing.candidate.strategy == SEQUENTIAL]
+        best = fitting[:MOST_RIVALS]
+        best += [timing for timing in sequential[:1] if not any(t in sequential for t in best)]
+        measured = {timing.candidate for timing in choice.timings} if choice.source == MEASURED else set()
+        if len(best) < 2 or all(timing.candidate in measured for timing in best):
+            return ()
+        return tuple(best)
+
+    def tried(
+        self, sizes: Mapping[str, int], choice: Choice, estimates: Sequence[Timing], first: bool, progress: Progress
+    ) -> None:
+        """Replace the choice for the sizes of a call by what a trial has found so far.
+
+        Args:
+            sizes: the sizes of the call.
+            choice: the choice before the trial.
+            estimates: the candidates of the trial, with their estimated times.
+            first: True on the rank that writes the measurements to the cache when the trial has ended.
+            progress: the state of the trial.
+        """
+        timings = [
+            replace(timing, us=round(us, 1), eager=None, graph=None)
+            for timing in estimates
+            if (us := progress.times.get(timing.candidate)) is not None
+        ]
+        refused = [Impossible(candidate, reason) for candidate, reason in progress.refused.items()]
+        if not progress.done:
+            source = f"{BEING_MEASURED} ({progress.tried} of {progress.rivals})"
+        else:
+            source = MEASURED if timings else choice.source
+        untried = [timing for timing in choice.timings if timing.candidate not in progress.times]
+        self.choices[key(self.representative(sizes))] = replace(
+            choice,
+            taken=progress.best,
+            source=source,
+            timings=tuple(sorted(timings, key=lambda timing: timing.us)) or choice.timings,
+            impossible=(*choice.impossible, *refused, *(Impossible(t.candidate, UNTRIED) for t in untried if timings)),
+        )
+
+        if progress.done:
+            log_choice(self.choices[key(self.representative(sizes))])
+            if first:
+                self._keep(sizes, progress)
+
+    def estimate(self, candidate: Candidate, sizes: Mapping[str, int]) -> float:
+        """Return the estimated time of a candidate for the exact sizes of a call, in microseconds."""
+        name = key(sizes)
+        if name not in self._estimates:
+            self._estimates[name] = {timing.candidate: timing.us for timing in self.decider.estimates(sizes)[0]}
+        return self._estimates[name].get(candidate, nan)
+
+    def _keep(self, sizes: Mapping[str, int], progress: Progress) -> None:
+        """Write the measurements of a trial to the cache. Warn once if that is not possible."""
+        entries = {
+            candidate: Entry.of(self.program(candidate).digest, self.decider.calls, round(us, 2))
+            for candidate, us in progress.times.items()
+        }
+        try:
+            if entries:
+                sizes = self.representative(sizes)
+                cache.write(cache.key_of(self.decider.program, sizes, self.decider.platform), self.fusion, entries)
+        except HostIRError as refusal:
+            message = f"The times of @{self.fusion} are not kept: {refusal.diagnostics[0].message}"
+            warn_once(("not kept", cache.folder()), message, "HOSTIR_CACHE names another folder", cache.CacheWarning)
 
     def program(self, candidate: Candidate) -> Program:
         """Return the program of a chosen candidate."""
@@ -120,21 +216,21 @@ class Ranges:
 
         The list is empty if several sizes are free, because there would be too many combinations.
         """
-        if len(self.free) > 1:
-            return []
+        if len(self.free) != 1:
+            return [] if self.free else [self.fixed]
         sizes = [self.representative({self.free[0]: 1 << power}) for power in range(LARGEST + 1)]
         return [row for i, row in enumerate(sizes) if row not in sizes[:i]]
 
     @property
     def ranges(self) -> tuple[Range, ...]:
-        """The ranges of the free size. A range has neighbouring values with the same choice.
+        """The ranges of the free size. A range has neighbouring values with the same choice, for the same reason.
 
         The tuple is empty if several sizes are free.
         """
         ranges: list[Range] = []
         for power in range(LARGEST + 1) if len(self.free) == 1 else ():
             choice, first = self.choice({self.free[0]: 1 << power}), _first(power)
-            if ranges and ranges[-1].choice.taken == choice.taken:
+            if ranges and (ranges[-1].choice.taken, ranges[-1].choice.source) == (choice.taken, choice.source):
                 continue
             if ranges:
                 ranges[-1] = replace(ranges[-1], last=first - 1)
@@ -170,17 +266,20 @@ def agreed_ranges(
     symmetric_limit: int | None = None,
     group: Any = None,
     warn: bool = True,
+    budget: float = 0.0,
 ) -> Ranges:
     """Return the ranges of a fusion, the same on all ranks. All ranks call this, and rank 0 sends its measurements.
 
     The choice for the largest sizes is made and logged at once. If `warn` is True, rank 0 warns of the strategies and
-    overlaps that are not possible for these sizes.
+    overlaps that are not possible for these sizes. `budget` is the field of `Ranges`; the budget of rank 0 counts.
     """
     decider = decider_for(program, kernels, machine, calls, symmetric_limit, group)
     ranges = Ranges(decider, fixed)
     check_sizes(program, ranges.representative(ranges.largest))
-    measured, first = from_rank_0(machine, group, lambda: _encoded(ranges))
-    ranges.measured = {name: {Candidate(*c): Entry(*e) for c, e in entries} for name, entries in measured.items()}
+    data, first = from_rank_0(machine, group, lambda: {**_encoded(ranges), "budget": budget})
+    ranges.budget = data["budget"]
+    ranges.choices = {key(ranges.representative(ranges.largest)): Choice.from_json(data["choice"])}
+    ranges.measured = {name: {Candidate(*c): Entry(*e) for c, e in each} for name, each in data["measured"].items()}
     choice = ranges.choice(ranges.largest)
     if warn and first:
         warn_fallbacks(program, choice, group)
@@ -193,13 +292,17 @@ def key(sizes: Mapping[str, int]) -> str:
 
 
 def _encoded(ranges: Ranges) -> dict[str, Any]:
-    """Return the measurements in this process's cache as a JSON object, for the sizes for which choices are made."""
+    """Return the measurements in this process's cache and the choice for the largest sizes, as a JSON object.
+
+    The measurements are those for the sizes for which choices are made.
+    """
     measured = {key(sizes): ranges.decider.measurements(sizes) for sizes in ranges.representatives}
-    return {
+    rows = {
         name: [(list(asdict(candidate).values()), list(asdict(entry).values())) for candidate, entry in entries.items()]
         for name, entries in measured.items()
         if entries
     }
+    return {"measured": rows, "choice": ranges.choice(ranges.largest).to_json()}
 
 
 def _power(size: int) -> int:

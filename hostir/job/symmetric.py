@@ -354,11 +354,23 @@ class SymmetricMemory:
             memory, why = self.map(unrolled, offers, rooms)
             if refused := first_refusal(self.exchange(f"{where}, mapped", why)):
                 return refused
-        for key in [key for key, memory in self.met.items() if memory.number in drops]:
-            self.met.pop(key).gone = True  # no rank uses it any more: all ranks have reported new memory
-            self.released += 1
+        self._release(drops)  # no rank uses it any more: all ranks have reported new memory
         assert memory is not None
         return memory
+
+    def discard(self) -> None:
+        """Release the memory that no plan of any rank uses. All ranks call this."""
+        unused = [memory.number for memory in self.met.values() if not memory.plans]
+        if unused:
+            self.sharing.synchronize()
+        by_rank = map(json.loads, self.exchange("the symmetric memory that is not used", json.dumps(unused)))
+        self._release(set.intersection(*map(set, by_rank)))
+
+    def _release(self, numbers: Set[int]) -> None:
+        """Release memories by their numbers. No rank uses them any more."""
+        for key in [key for key, memory in self.met.items() if memory.number in numbers]:
+            self.met.pop(key).gone = True
+            self.released += 1
 
     def offer(
         self,

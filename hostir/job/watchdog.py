@@ -163,6 +163,12 @@ class Watchdog:
         else:
             self.replaced.clear()
 
+    def unwatch(self) -> None:
+        """Stop watching the latest plan, so that it can be destroyed. No call of the plan runs."""
+        with self.inspecting:
+            self.plan = None
+        self.replaced.clear()
+
     def blame(self, failure: HostIRError, abandoned: bool = False) -> HostIRError:
         """Report a failure of this rank to all ranks; return the error to raise.
 

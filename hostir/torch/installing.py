@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hostir.ir.source import check_known, error, user_span
+from hostir.knobs import TUNE
 from hostir.lower import AUTO, STRATEGIES
 from hostir.torch import implementations
 from hostir.torch.ops.all_gather_matmul import fused_all_gather_matmul
@@ -71,7 +72,7 @@ def _installed() -> bool:
     return _registrations.cache_info().currsize > 0
 
 
-def install(*, strict: bool = False, strategy: str = AUTO) -> Installation:
+def install(*, strict: bool = False, strategy: str = AUTO, tune: float | None = None) -> Installation:
     """Make hostir run six operators of `torch.ops.symm_mem`, on CUDA and on CPU. Torch has no kernels for the CPU.
 
     The operators are `fused_all_gather_matmul`, `fused_matmul_reduce_scatter`, `fused_all_gather_scaled_matmul`,
@@ -89,12 +90,15 @@ def install(*, strict: bool = False, strategy: str = AUTO) -> Installation:
     Args:
         strict: True to raise HostIRError for calls that hostir cannot run. Otherwise torch runs them.
         strategy: `auto`, or a strategy of `hi.lower`. It also applies to the functions and layers of `hostir.torch`.
+        tune: the seconds that trials of candidates may add to the calls of each range of sizes, as for `hi.compile`. It
+            applies to fusions that are compiled later.
     """
     if not isinstance(strict, bool):
         raise error(f"strict={strict!r}", user_span(), expected="True or False")
     check_known("strategy", strategy, [*STRATEGIES, AUTO])
+    TUNE.get(tune)  # checks it
     functions = implementations.check_signatures(strict)
-    SETTINGS.strategy, SETTINGS.strict = strategy, strict
+    SETTINGS.strategy, SETTINGS.strict, SETTINGS.tune = strategy, strict, tune
     if not _installed():
         _registrations()
         implementations.take_over(functions)
@@ -107,4 +111,4 @@ def uninstall() -> None:
         _registrations()._destroy()
     _registrations.cache_clear()
     implementations.give_back()
-    SETTINGS.strategy, SETTINGS.strict = AUTO, False
+    SETTINGS.strategy, SETTINGS.strict, SETTINGS.tune = AUTO, False, None

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from hostir.call.executor import Executor
-from hostir.choice import Choice
+from hostir.choice import Candidate, Choice, Timing
+from hostir.choice.choices import ESTIMATED
 from hostir.choice.overlaps import overlap_clauses
 from hostir.ir.source import amount, counted
 
@@ -145,16 +146,22 @@ def explained(executor: Executor, ran: Executor, started: bool) -> tuple[str, tu
     overlapping = () if call is None else overlap_clauses(call.plan.unrolled)
     if started and ran.machine == "cuda":  # on other machines a call has ended when `start` returns
         overlapping = (*overlapping, "it was started beside the computations that its operator issued next")
-    if isinstance(choice, Choice):
-        return str(choice.taken), (f"{choice.source} on {choice.machine}", *overlapping, *choice.notes)
-    taken = next(candidate for candidate, each in executor.executors.items() if each is ran)  # type: ignore[attr-defined]
-    choices = [c for c in choice.choices.values() if c.taken == taken] or list(choice.choices.values())
-    why = [clause for c in choices for clause in (f"{c.source} on {c.machine}", *overlapping, *c.notes)]
-    why += [f"not {it.candidate}: {it.reason}" for c in choices for it in c.impossible]
-    why += [
-        f"not {it.candidate}: estimated or measured slower"
-        for c in choices
-        for it in c.timings
-        if it.candidate != taken
-    ]
-    return str(taken), tuple(dict.fromkeys(why))
+    choices = [choice] if isinstance(choice, Choice) else list(choice.choices.values())
+    executors: Mapping[Candidate, Executor] = getattr(executor, "executors", {})
+    candidate = next((c for c, each in executors.items() if each is ran), choices[0].taken)
+    reasons = [c for c in choices if c.taken == candidate]
+    why = [clause for c in reasons for clause in (f"{c.source} on {c.machine}", *overlapping, *c.notes)]
+    why += [f"not {it.candidate}: {it.reason}" for c in reasons for it in c.impossible]
+    why += [f"not {it.candidate}: {_slower(it, c)}" for c in reasons for it in c.timings if it.candidate != candidate]
+    if not reasons:  # it ran only in a trial
+        lost = [(c, it) for c in choices for it in c.timings if it.candidate == candidate]
+        why += [f"tried: {_slower(it, c)}" for c, it in lost] or ["being tried"]
+        why += overlapping
+    return str(candidate), tuple(dict.fromkeys(why))
+
+
+def _slower(timing: Timing, choice: Choice) -> str:
+    """Return a clause that compares the time of a candidate with the time of the candidate that was chosen."""
+    best = next((it.us for it in choice.timings if it.candidate == choice.taken), None)
+    how = "estimated" if choice.source == ESTIMATED else "measured"
+    return f"{how} {timing.us:.0f} us" + (f", '{choice.taken}' {best:.0f} us" if best is not None else "")

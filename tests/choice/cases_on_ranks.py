@@ -61,7 +61,8 @@ def measurements_are_agreed_on_cached_and_used() -> None:
     assert all(not entry.failure and entry.eager and entry.graph is None for entry in entries.values())
     every = job.exchange("entries", repr(sorted(map(str, entries.items()))))
     assert every[0] == every[1]
-    slow = {c: cache.Entry(e.digest, 1.0 if c.strategy == "fused" else e.eager) for c, e in entries.items()}
+    programs = candidates.programs
+    slow = {c: cache.Entry.measured(p, 1.0 if c.strategy == "fused" else 9e9) for c, p in programs.items()}
     if RANK == 0:  # rank 1 reads no cache: it takes rank 0's measurements
         cache.write(cache.key_of(program, {}, platform), "p", slow)
     executor = hi.compile(fusion())
@@ -184,7 +185,7 @@ def each_call_runs_the_program_of_its_range_on_all_ranks() -> None:
     platform = platform_here("gloo", 2)
     programs = candidates_of(program, platform, for_testing=True).programs
     for m, fastest in ((64, "fused"), (1024, "ring")) if RANK == 0 else ():  # rank 1 reads no cache
-        entries = {c: cache.Entry(p.digest, 10.0 + (c.strategy != fastest)) for c, p in programs.items()}
+        entries = {c: cache.Entry.measured(p, 10.0 + (c.strategy != fastest)) for c, p in programs.items()}
         cache.write(cache.key_of(program, {"M": m}, platform), "rows", entries)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -57,7 +57,7 @@ def tuned(fusion: hi.Fusion, platform: Platform, times: dict[str, tuple[float, f
     """Fill the cache as `hostir tune` would."""
     program = fusion.program()
     every = candidates_of(program, platform, for_testing=True).programs
-    entries = {c: Entry(p.digest, *times[str(c)]) for c, p in every.items() if str(c) in times}
+    entries = {c: Entry.measured(p, *times[str(c)]) for c, p in every.items() if str(c) in times}
     assert len(entries) == len(times)
     cache.write(cache.key_of(program, {}, platform), program.name, entries)
 
@@ -113,7 +113,7 @@ def test_a_measurement_of_another_program_does_not_count() -> None:
 def test_a_candidate_that_failed_its_measurement_is_impossible_and_reported_as_a_fallback() -> None:
     program = rows(8192).program()
     every = candidates_of(program, GPUS).programs
-    entries = {c: Entry(p.digest, 10.0, 10.0) for c, p in every.items() if c.strategy == "sequential"}
+    entries = {c: Entry.measured(p, 10.0, 10.0) for c, p in every.items() if c.strategy == "sequential"}
     broken = Candidate("fused", 1, "triton")
     entries[broken] = Entry(every[broken].digest, failure="it gives another result")
     cache.write(cache.key_of(program, {}, GPUS), program.name, entries)

@@ -266,12 +266,13 @@ def test_a_requested_strategy_is_one_program_for_all_sizes() -> None:
 def test_measurements_for_a_power_of_two_decide_its_range() -> None:
     every = ranges_of(LARGE, GPUS)
     entries = {
-        c: Entry(p.digest, t := 10.0 + (c.strategy != "ring"), t) for c, p in every.decider.candidates.programs.items()
+        c: Entry.measured(p, t := 10.0 + (c.strategy != "ring"), t)
+        for c, p in every.decider.candidates.programs.items()
     }
     cache.write(cache.key_of(LARGE.program(), {"M": 1024}, GPUS), "layer", entries)
     assert (every.choice({"M": 1000}).source, every.choice({"M": 1000}).strategy) == ("measured", "ring")
     assert every.choice({"M": 512}).source == "estimated"
-    message = json.loads(json.dumps(ranges._encoded(every)))
+    message = json.loads(json.dumps(ranges._encoded(every)))["measured"]
     assert list(message) == ["M=1024"]
     assert {Candidate(*c): Entry(*e) for c, e in message["M=1024"]} == entries
     assert Ranges(every.decider, {}, {}).choice({"M": 1000}).source == "estimated"  # not measured on rank 0

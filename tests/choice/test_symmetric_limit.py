@@ -61,7 +61,7 @@ def test_auto_takes_the_fastest_candidate_that_fits_the_limit() -> None:
 def test_a_measured_candidate_that_does_not_fit_is_not_taken() -> None:
     platform = Platform("cuda", "NVIDIA H200", 2, "nvlink", (("torch", "2.11"),), H200)
     limited = Decider(ROWS.program(), platform, limit=GATHERED // 2)
-    entries = {c: Entry(p.digest, 9.0 + (c.strategy == "sequential")) for c, p in limited.measurable.programs.items()}
+    entries = {c: Entry.measured(p, 9.0 + (c.strategy == "sequential")) for c, p in limited.measurable.programs.items()}
     choice = limited.choice({}, entries)
     assert choice.source == "measured"
     assert {timing.candidate.strategy for timing in choice.timings} == {"sequential", "pipeline"}

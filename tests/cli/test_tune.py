@@ -78,7 +78,7 @@ def test_explain_of_this_cpu_uses_its_measurements(capfd: pytest.CaptureFixture[
     program = patterns.allgather_matmul_rows(2).program()
     platform = platform_of(program, "cpu")
     every = candidates_of(program, platform, for_testing=True).programs
-    entries = {c: Entry(p.digest, 10.0 if c.strategy == "ring" else 99.5) for c, p in every.items()}
+    entries = {c: Entry.measured(p, 10.0 if c.strategy == "ring" else 99.5) for c, p in every.items()}
     cache.write(cache.key_of(program, {}, platform), program.name, entries)
     out, _ = shown(capfd, "explain", ROWS, "--ranks", "2", "--device", "cpu")
     assert re.match(r"@allgather_matmul_rows runs 'ring, 1 stream, aten' \(measured 10 us\) on 2 x .* CPU", out)

@@ -36,10 +36,12 @@ class Settings:
     Fields:
         strategy: the strategy of all operators.
         strict: True if a call that hostir cannot run raises HostIRError. Otherwise torch runs it.
+        tune: as for `hi.compile`.
     """
 
     strategy: str = AUTO
     strict: bool = False
+    tune: float | None = None
 
 
 class ThreadState(threading.local):
@@ -152,7 +154,8 @@ class OperatorGroup:
             return f"its tensors are on {device}"
         machine = MACHINES[device.type]
         try:
-            executor = compiled(build(), strategy, calls=calls, machine=machine, group=self.process_group, warn=False)
+            options: dict[str, Any] = {"calls": calls, "machine": machine, "group": self.process_group}
+            executor = compiled(build(), strategy, **options, tune=SETTINGS.tune, warn=False)
         except HostIRError:
             try:  # a fusion that cannot be lowered fails on all ranks; another failure may occur on this rank only
                 lower(build(), "sequential" if strategy == AUTO else strategy)
