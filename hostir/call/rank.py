@@ -255,6 +255,12 @@ class RankExecutor(Executor):
         registers = places(plan.unrolled, plan.memory)
         return tuple(None if register == NONE else plan.registers[register] for register in registers)
 
+    def recover(self) -> None:
+        """Do what the first call after a failure does before it runs: raise the failure, or renew the shared state."""
+        with self.calls.turn(self.program.name):
+            if self.watchdog is not None and self.watchdog.disturbed:
+                self._resume()
+
     def prepare(self, inputs: Sequence[Any], out: Any) -> None:
         """Make the plan for calls with these tensors, and run nothing. All ranks call this.
 

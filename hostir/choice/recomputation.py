@@ -32,8 +32,8 @@ def frame() -> Any:
 
 
 def recomputes() -> bool:
-    """Return True if a part of the forward pass is recomputed now: autograd runs, and gradients are recorded."""
-    return in_backward() and torch.is_grad_enabled()
+    """Return True if a checkpointed part of the forward pass is recomputed now."""
+    return in_backward() and frame() is not None
 
 
 class Checkpointed(Generic[T]):

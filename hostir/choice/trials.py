@@ -143,18 +143,26 @@ class Trial:
         with calls.lock:
             self.busy = thread
             try:
+                self._recover()
                 return self._call(sizes, inputs, out)
             finally:
                 self.busy = None
 
     def start(self, inputs: Sequence[Any], out: Any) -> tuple[Executor, Started]:
         """Start a call of the best candidate so far. A started call is not timed, because other work runs beside it."""
+        self._recover()
         executor = self.execute(self._kept)
         return executor, executor.start(*inputs, out=out)
 
     def end(self) -> None:
         """End the trial with the best candidate so far. All ranks call this between the same two calls."""
         self._finish()
+
+    def _recover(self) -> None:
+        """Begin the trial anew before this call, if the ranks renew their state: the call then uses the new state."""
+        executor = self.execute(self.progress.best)
+        if isinstance(executor, RankExecutor):
+            executor.recover()
 
     def _call(self, sizes: Mapping[str, int], inputs: Sequence[Any], out: Any) -> tuple[Executor, tuple[Any, ...]]:
         capturing = is_capturing(self._device)

@@ -1,0 +1,422 @@
+"""Cases that tests/choice/test_trials.py runs as `trial_cases.py NAME ...`; each prints `PASS name rank`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+import hostir as hi
+import hostir.torch
+from hostir.call.executor import Executor
+from hostir.call.rank import RankExecutor
+from hostir.choice import trials
+from hostir.choice.choices import Candidate
+from hostir.choice.decision import Decider
+from hostir.choice.ranged import RangedExecutor
+from hostir.choice.ranges import Ranges
+from hostir.ir.program import Program
+from hostir.ir.source import HostIRError
+from hostir.job.offers import Offer
+from hostir.job.session import session
+from hostir.job.symmetric import SymmetricMemory
+
+RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+CASES: dict[str, Callable[[], None]] = {}
+STRATEGIES = ("sequential", "ring", "fused", "push")
+
+
+def case(function: Callable[[], None]) -> Callable[[], None]:
+    CASES[function.__name__] = function
+    return function
+
+
+def rows(k: int = 32, name: str = "rows", m: int | str = "M") -> hi.Fusion:
+    with hi.Fusion(name) as fusion:
+        a, b = hi.tensor("a", [m, k], "f32"), hi.tensor("b", [k, 16], "f32")
+        c = a @ b
+        fusion.output(c)
+    mesh = hi.DeviceMesh(range(SIZE))
+    a.shard(0, mesh)
+    c.set_device_mesh(mesh)
+    return fusion
+
+
+CALLED: list[str] = []  # the strategies of the programs that ran
+
+
+@contextlib.contextmanager
+def times(by_strategy: Mapping[str, float]) -> Iterator[None]:
+    """Let a call of a strategy take as many microseconds as the mapping says. Also record the strategies in CALLED."""
+    CALLED.clear()
+    honest, by_digest = RankExecutor.__call__, dict[str, str]()
+
+    def recorded(self: RankExecutor, *inputs: Any, out: Any = None) -> tuple[Any, ...]:
+        CALLED.append(by_digest.get(self.program.digest, "asked for"))
+        return honest(self, *inputs, out=out)
+
+    def program(self: Ranges, candidate: Candidate) -> Program:
+        result = self.decider.program_of(candidate)
+        by_digest[result.digest] = candidate.strategy
+        return result
+
+    class TestLap(trials.Lap):
+        def stop(self) -> None:
+            self.seconds = by_strategy.get(CALLED[-1], 5000.0) * 1e-6
+
+    everything = mock.patch.object(Decider, "candidates", property(lambda self: self.measurable))
+    recording = mock.patch.object(RankExecutor, "__call__", recorded)
+    with (
+        everything,
+        recording,
+        mock.patch.object(Ranges, "program", program),
+        mock.patch.dict(trials.LAPS, cpu=TestLap),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore", hi.FallbackWarning)
+        yield
+
+
+def call(executor: Executor, m: int = 64, k: int = 32) -> None:
+    torch.manual_seed(len(CALLED) + 1000 * m)
+    a, b = torch.randn(m, k), torch.randn(k, 16)
+    (c,) = executor(a.chunk(SIZE)[RANK].contiguous(), b)
+    torch.testing.assert_close(c, a @ b, rtol=1e-4, atol=1e-4)
+
+
+def taken(executor: Executor, m: int = 64) -> tuple[str, str]:
+    """Return the strategy that is chosen for M, and the reason; check that all ranks have chosen it."""
+    choice = executor.choice if isinstance(executor.choice, hi.Choice) else executor.choice.choice({"M": m})
+    assert executor.session is not None
+    answers = executor.session.exchange("taken", json.dumps([choice.strategy, choice.source, CALLED]))
+    assert len(set(answers)) == 1, answers
+    return choice.strategy, choice.source
+
+
+@case
+def the_fastest_of_the_tried_candidates_runs_after_the_trial() -> None:
+    for fastest in STRATEGIES:
+        with times({fastest: 100.0}):
+            executor = hi.compile(rows(name=f"fastest_{fastest}"), tune=2)
+            for _ in range(64):
+                call(executor)
+            assert taken(executor) == (fastest, "measured")
+            assert set(CALLED) == set(STRATEGIES), CALLED
+            CALLED.clear()
+            call(executor)
+            assert [fastest] == CALLED
+            assert isinstance(executor, RangedExecutor)
+            assert not executor.trials
+            choice = executor.choice.choice({"M": 64})
+            assert {timing.us for timing in choice.timings} == {100.0, 5000.0}
+            assert choice.timings[0].us == 100.0
+            assert {timing.candidate.strategy for timing in choice.timings} == set(STRATEGIES)
+
+
+@case
+def the_slowest_rank_of_a_call_counts() -> None:
+    mine = {"ring": 10.0, "fused": 90.0} if RANK == 0 else {"ring": 900.0, "fused": 100.0}
+    with times({**mine, "sequential": 200.0, "push": 300.0}):
+        executor = hi.compile(rows(name="slowest"), tune=2)
+        for _ in range(64):
+            call(executor)
+        assert taken(executor) == ("fused", "measured")
+        choice = executor.choice.choice({"M": 64})
+        assert {t.candidate.strategy: t.us for t in choice.timings}["ring"] == 900.0
+
+
+@case
+def the_losers_hold_no_symmetric_memory() -> None:
+    with times({"ring": 100.0}):
+        executor = hi.compile(rows(name="memory"), tune=2)
+        assert executor.session is not None
+        if (memory := executor.session.groups.memory) is not None:
+            memory.discard()  # of the executors of other cases
+        before = executor.session.symmetric_bytes
+        for _ in range(64):
+            call(executor)
+        held = executor.session.symmetric_bytes - before
+        alone = hi.compile(rows(name="alone"), "ring")
+        call(alone)
+        after = executor.session.symmetric_bytes
+        assert after - before - held == held > 0, (before, held, after, alone.symmetric_bytes)
+    with times({"sequential": 100.0}):
+        none = hi.compile(rows(name="no_memory"), tune=2)
+        for _ in range(64):
+            call(none)
+        assert executor.session.symmetric_bytes == after
+
+
+@case
+def a_rank_that_is_ten_times_slower_agrees_with_the_others() -> None:
+    with times({}), mock.patch.dict(trials.LAPS, cpu=trials.Lap):
+        executor = hi.compile(rows(name="slow_rank"), tune=2)
+        for _ in range(64):
+            time.sleep(0.005 * (RANK == 1))
+            call(executor)
+        assert taken(executor)[1] == "measured"
+
+
+@case
+def ranges_are_tried_apart_and_sizes_of_one_range_together() -> None:
+    with times({"ring": 100.0}):
+        executor = hi.compile(rows(name="mixed"), tune=2)
+        for number in range(120):
+            call(executor, (64, 72, 1024)[number % 3])
+        assert taken(executor, 64) == taken(executor, 1024) == ("ring", "measured")
+        assert isinstance(executor, RangedExecutor)
+        assert len(executor.ranges.choices) == 3  # with the largest
+
+
+@case
+def executors_whose_calls_alternate_are_tried_at_once() -> None:
+    with times({"fused": 100.0}):
+        both = [hi.compile(rows(name="twice"), tune=2) for _ in range(2)]
+        for number in range(130):
+            call(both[number % 2])
+        assert [taken(executor) for executor in both] == [("fused", "measured")] * 2
+
+
+@case
+def a_rank_that_captures_decides_for_all_and_nothing_is_timed() -> None:
+    number = 0
+
+    def capturing(device: str) -> bool:
+        return RANK == 1 and number % 4 == 2
+
+    with times({"ring": 100.0}), mock.patch.object(trials, "is_capturing", capturing):
+        executor = hi.compile(rows(name="captures"), tune=2)
+        first = executor.choice.choice({"M": 64}).taken
+        for number in range(64):
+            dist.barrier()
+            if RANK != 1:
+                time.sleep(0.002 * (number % 4 == 2))  # the capturing rank comes first
+            call(executor)
+        assert isinstance(executor, RangedExecutor)
+        assert executor.executors[first] is not None
+        strategy, source = taken(executor)
+        assert strategy == "ring" or source.startswith("being measured")
+
+
+@case
+def a_fusion_without_free_sizes_is_tried_as_well() -> None:
+    with times({"ring": 100.0}):
+        executor = hi.compile(rows(name="fixed", m=64), tune=2)
+        for _ in range(64):
+            call(executor)
+        assert taken(executor) == ("ring", "measured")
+        assert str(executor.choice).startswith("@fixed runs 'ring, ")
+        assert "(measured 100 us)" in str(executor.choice)
+
+
+@case
+def the_next_executor_uses_the_measurements() -> None:
+    with times({"push": 100.0}):
+        executor = hi.compile(rows(name="kept"), tune=2)
+        for _ in range(64):
+            call(executor)
+        assert taken(executor) == ("push", "measured")
+        CALLED.clear()
+        executor = hi.compile(rows(name="kept"), tune=2)
+        for _ in range(3):
+            call(executor)
+        assert CALLED == ["push"] * 3, (CALLED, executor.choice.choice({"M": 64}))
+        assert taken(executor) == ("push", "measured")
+        off = hi.compile(rows(name="kept"), tune=0)
+        assert taken(off) == ("push", "measured")
+        eager = hi.compile(rows(name="kept"), calls="eager", tune=0)  # its calls were not measured
+        assert taken(eager)[1] == "estimated"
+
+
+@case
+def a_trial_says_how_far_it_is() -> None:
+    with times({"ring": 100.0}):
+        executor = hi.compile(rows(name="underway"), tune=2)
+        seen = []
+        for _ in range(64):
+            call(executor)
+            seen.append(executor.choice.choice({"M": 64}).source)
+        steps = [f"being measured ({n} of 4)" for n in (2, 3, 4)]
+        assert list(dict.fromkeys(seen)) == [*steps, "measured"], seen
+
+
+@case
+def rank_0_says_whether_there_are_trials() -> None:
+    with times({"ring": 100.0}):
+        off = hi.compile(rows(name="off"), tune=0 if RANK == 0 else 2)
+        on = hi.compile(rows(name="on"), tune=2 if RANK == 0 else 0)
+        for executor in (off, on):
+            for _ in range(64):
+                call(executor)
+        assert taken(off)[1] == "estimated"
+        assert taken(on) == ("ring", "measured")
+
+
+@case
+def deterministic_algorithms_and_a_small_budget_allow_no_trials() -> None:
+    with times({"ring": 100.0}):
+        torch.use_deterministic_algorithms(RANK == 0)
+        fixed = hi.compile(rows(name="deterministic"), tune=2)
+        for _ in range(20):
+            call(fixed)
+        torch.use_deterministic_algorithms(False)
+        assert len(set(CALLED)) == 1
+        assert taken(fixed)[1] == "estimated"
+        CALLED.clear()
+        short = hi.compile(rows(name="short"), tune=1e-9)
+        for _ in range(64):
+            call(short)
+        taken(short)
+        refused = [it.reason for it in short.choice.choice({"M": 64}).impossible]
+        assert "not tried: HOSTIR_TUNE allows trials 1e-09 s" in refused
+
+
+@case
+def a_candidate_that_one_rank_cannot_plan_is_left_out() -> None:
+    honest = SymmetricMemory.reserve
+
+    def dishonest(self: SymmetricMemory, offers: Sequence[Offer]) -> str:
+        return "no memory to share" if RANK == 1 and offers[0].reads else honest(self, offers)  # only ring reads
+
+    with times({"ring": 100.0, "fused": 200.0}), mock.patch.object(SymmetricMemory, "reserve", dishonest):
+        executor = hi.compile(rows(name="unplanned"), tune=2)
+        for _ in range(64):
+            call(executor)
+        assert taken(executor) == ("fused", "measured")
+        choice = executor.choice.choice({"M": 64})
+        assert "no memory to share" in next(it.reason for it in choice.impossible if it.candidate.strategy == "ring")
+
+
+def fail() -> None:
+    raise RuntimeError("on strike")
+
+
+@case
+def after_a_call_that_ended_midway_the_trial_begins_anew() -> None:
+    with times({"ring": 100.0}):
+        executor = hi.compile(rows(name="midway"), tune=2)
+        for _ in range(10):
+            call(executor)
+        dist.barrier()
+        for each in executor.executors.values() if RANK == 1 else ():  # type: ignore[attr-defined]
+            for plan in each.plans.values():
+                next(iter(plan.lanes.values())).steps[-1] = fail
+        message = ""
+        while not message:  # the other rank's call may end before it learns of the failure
+            try:
+                call(executor)
+            except HostIRError as problem:
+                message = str(problem)
+        assert "on strike" in message
+        for _ in range(66):
+            call(executor)
+        choice = executor.choice.choice({"M": 64})
+        assert choice.source == "measured"
+
+
+@case
+def places_end_a_trial() -> None:
+    with times({"ring": 100.0}):
+        executor = hi.compile(rows(name="places"), tune=2)
+        for _ in range(8):
+            call(executor)
+        executor.places(torch.zeros(64 // SIZE, 32), torch.zeros(32, 16))
+        CALLED.clear()
+        for _ in range(20):
+            call(executor)
+        assert len(set(CALLED)) == 1
+        taken(executor)
+
+
+@case
+def a_wrong_input_fails_as_without_a_trial() -> None:
+    with times({"ring": 100.0}):
+        executor = hi.compile(rows(name="wrong"), tune=2)
+        for number in range(70):
+            if number in (0, 5, 17):
+                with pytest.raises(HostIRError, match=r"dtype torch\.float64"):
+                    executor(torch.zeros(64 // SIZE, 32, dtype=torch.float64), torch.zeros(32, 16))
+            call(executor)
+        assert taken(executor) == ("ring", "measured")
+
+
+@case
+def a_recomputation_runs_the_program_of_its_forward_pass() -> None:
+    group = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    with times({"ring": 100.0}), hostir.torch.install(tune=2):
+        weight = torch.randn(8, 24, requires_grad=True)
+
+        def layer(x: torch.Tensor) -> torch.Tensor:
+            y = hostir.torch.all_gather_matmul(x, weight, group)
+            return torch.relu(y)
+
+        for step in range(30):
+            x = torch.randn(16, 8, requires_grad=True)
+            CALLED.clear()
+            first, second = (checkpoint(layer, part, use_reentrant=False) for part in x.chunk(2))
+            forward = CALLED[:]
+            CALLED.clear()
+            (first * 2).sum().backward()
+            repeated = CALLED[:1]
+            CALLED.clear()
+            second.sum().backward()
+            repeated += CALLED[:1]
+            assert repeated == forward, (step, repeated, forward)
+        assert any("measured" in why for row in hostir.torch.report() for why in row.why)
+
+
+@case
+def compiled_and_eager_layers_are_tried_and_give_the_same_gradients() -> None:
+    group = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    with times({"fused": 100.0}), hostir.torch.install(tune=2):
+
+        def layer(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            y = hostir.torch.all_gather_matmul(x, w, group)
+            return y
+
+        compiled = torch.compile(layer, backend="aot_eager")
+        torch.manual_seed(7)
+        everyone, w = torch.randn(SIZE * 8, 16), torch.randn(16, 12)
+        x = everyone.chunk(SIZE)[RANK].clone().requires_grad_()
+        for step in range(40):
+            x.grad = None
+            (compiled if step % 2 else layer)(x, w).square().sum().backward()
+            expected = SIZE * (2 * everyone @ w @ w.t()).chunk(SIZE)[RANK]
+            torch.testing.assert_close(x.grad, expected, rtol=1e-3, atol=1e-3)
+
+
+def die() -> None:
+    """Let rank 1 die in the middle of a trial."""
+    with times({"ring": 100.0}):
+        executor = hi.compile(rows(name="dies"), tune=2)
+        for number in range(64):
+            if RANK == 1 and number == 9:
+                os.kill(os.getpid(), signal.SIGKILL)
+            call(executor)
+
+
+def main() -> None:
+    with session("cpu"):
+        if sys.argv[1:] == ["--die"]:
+            return die()
+        for name in sys.argv[1:]:
+            CASES[name]()
+            dist.barrier()
+            sys.stdout.write(f"PASS {name} {RANK}\n")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
