@@ -105,6 +105,27 @@ def taken(executor: Executor, m: int = 64) -> tuple[str, str]:
     return choice.strategy, choice.source
 
 
+# First: executors of other cases would hold memory until the next call.
+@case
+def the_losers_hold_no_symmetric_memory() -> None:
+    with times({"ring": 100.0}):
+        executor = hi.compile(rows(name="memory"), tune=2)
+        assert executor.session is not None
+        before = executor.session.symmetric_bytes
+        for _ in range(64):
+            call(executor)
+        held = executor.session.symmetric_bytes - before
+        alone = hi.compile(rows(name="alone"), "ring")
+        call(alone)
+        after = executor.session.symmetric_bytes
+        assert after - before - held == held > 0, (before, held, after, alone.symmetric_bytes)
+    with times({"sequential": 100.0}):
+        none = hi.compile(rows(name="no_memory"), tune=2)
+        for _ in range(64):
+            call(none)
+        assert executor.session.symmetric_bytes == after
+
+
 @case
 def the_fastest_of_the_tried_candidates_runs_after_the_trial() -> None:
     for fastest in STRATEGIES:
@@ -135,28 +156,6 @@ def the_slowest_rank_of_a_call_counts() -> None:
         assert taken(executor) == ("fused", "measured")
         choice = executor.choice.choice({"M": 64})
         assert {t.candidate.strategy: t.us for t in choice.timings}["ring"] == 900.0
-
-
-@case
-def the_losers_hold_no_symmetric_memory() -> None:
-    with times({"ring": 100.0}):
-        executor = hi.compile(rows(name="memory"), tune=2)
-        assert executor.session is not None
-        if (memory := executor.session.groups.memory) is not None:
-            memory.discard()  # of the executors of other cases
-        before = executor.session.symmetric_bytes
-        for _ in range(64):
-            call(executor)
-        held = executor.session.symmetric_bytes - before
-        alone = hi.compile(rows(name="alone"), "ring")
-        call(alone)
-        after = executor.session.symmetric_bytes
-        assert after - before - held == held > 0, (before, held, after, alone.symmetric_bytes)
-    with times({"sequential": 100.0}):
-        none = hi.compile(rows(name="no_memory"), tune=2)
-        for _ in range(64):
-            call(none)
-        assert executor.session.symmetric_bytes == after
 
 
 @case
