@@ -190,23 +190,22 @@ def executors_whose_calls_alternate_are_tried_at_once() -> None:
 
 @case
 def a_rank_that_captures_decides_for_all_and_nothing_is_timed() -> None:
-    number = 0
+    number, first = 0, trials.Trial._first
 
     def capturing(device: str) -> bool:
         return RANK == 1 and number % 4 == 2
 
-    with times({"ring": 100.0}), mock.patch.object(trials, "is_capturing", capturing):
+    def after_rank_1(self: trials.Trial, mine: str) -> str:
+        if RANK != 1 and number % 4 == 2 and self.session is not None:
+            self.session.store.wait([f"trial of {self.name}/{self.number}"])
+        return first(self, mine)
+
+    captures = mock.patch.object(trials, "is_capturing", capturing)
+    with times({"ring": 100.0}), captures, mock.patch.object(trials.Trial, "_first", after_rank_1):
         executor = hi.compile(rows(name="captures"), tune=2)
-        first = executor.choice.choice({"M": 64}).taken
-        for number in range(64):
-            dist.barrier()
-            if RANK != 1:
-                time.sleep(0.002 * (number % 4 == 2))  # the capturing rank comes first
+        for number in range(64):  # noqa: B007, read by the functions above
             call(executor)
-        assert isinstance(executor, RangedExecutor)
-        assert executor.executors[first] is not None
-        strategy, source = taken(executor)
-        assert strategy == "ring" or source.startswith("being measured")
+        assert taken(executor) == ("ring", "measured")
 
 
 @case
@@ -319,6 +318,7 @@ def after_a_call_that_ended_midway_the_trial_begins_anew() -> None:
             except HostIRError as problem:
                 message = str(problem)
         assert "on strike" in message
+        CALLED.clear()  # its length is the seed of the inputs, and ranks have made other numbers of calls
         for _ in range(66):
             call(executor)
         choice = executor.choice.choice({"M": 64})
