@@ -36,6 +36,7 @@ from benchmarks.harness import Clock, graphed, synchronize, write
 from benchmarks.scores import BENCHMARKS, COMPILED, EAGER, GRAPH, MODES, Result, Row, file_name, line, report, scored
 from hostir.choice.candidates import candidates_of
 from hostir.choice.platforms import CUDA, GLOO, Platform, platform_here
+from hostir.choice.trials import MOST_CALLS
 from hostir.ir.comm_ops import Communication
 from hostir.job.session import Session, session
 from hostir.lower import STRATEGIES
@@ -45,6 +46,7 @@ DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 ALARM = 120  # seconds that a step may take before the process ends with a traceback of each thread
 WARM_CALLS = 4  # calls of a new candidate before it is timed; an executor replays its graph from the third call on
 PATIENCE = 20  # seconds that an executor waits for another rank
+BUDGET = 2.0  # seconds that the trial of `hi.compile` may take longer than calls of its choice
 LONGEST = 200  # the most characters of the reason why a candidate was left out
 SAMPLE = 256  # rows of the result that are compared with float64
 MARGIN = 1.1  # the largest error of a candidate, as a multiple of torch's error
@@ -64,6 +66,7 @@ class Candidate:
         ours: True for hostir, False for a peer.
         call: runs it, and returns the result.
         choice: the choice of `hi.compile`, if a plain call with `out=` of its executor runs in this mode; else empty.
+        estimate: the candidate that `hi.compile` would choose by its estimate alone, if `choice` is not empty.
     """
 
     name: str
@@ -71,6 +74,7 @@ class Candidate:
     ours: bool
     call: Callable[[], torch.Tensor]
     choice: str = ""
+    estimate: str = ""
 
     def __str__(self) -> str:
         return f"{self.name}, {self.mode}"
@@ -258,17 +262,37 @@ def lowered(subject: Subject, program: hi.Program, variant: Variant, mode: str, 
 
 
 def compiled(subject: Subject, mode: str) -> Candidate:
-    """Return the choice of `hi.compile` by estimates alone, called with `out=`, eagerly or from a CUDA graph."""
-    with warnings.catch_warnings(), tempfile.TemporaryDirectory() as empty, hi.knobs.scope(cache=Path(empty)):
-        warnings.simplefilter(
-            "ignore", hi.FallbackWarning
-        )  # impossible candidates have their own entries in the report
-        executor = hi.compile(subject.fusion(1), timeout=PATIENCE, graphs=mode == GRAPH)
-    candidate = with_out(COMPILED, executor, subject.inputs(1), subject.out(1), mode)
+    """Return the choice of `hi.compile` after its trial, called with `out=`, eagerly or from a CUDA graph."""
+    inputs, out = subject.inputs(1), subject.out(1)
+    executor, estimate = settled(subject.fusion(1), mode, lambda executor: executor(*inputs, out=out))
+    candidate = with_out(COMPILED, executor, inputs, out, mode)
     replays_itself = subject.on_gpu and not replayed_by_caller(executor)
     if (mode == GRAPH) != replays_itself:
         return candidate
-    return replace(candidate, choice=str(executor.choice.taken).replace(",", ""))
+    return replace(candidate, choice=name_of(executor.choice), estimate=estimate)
+
+
+def settled(
+    fusion: hi.Fusion | hi.Program, mode: str, call: Callable[[hi.Executor], object], **options: Any
+) -> tuple[hi.Executor, str]:
+    """Compile a fusion with an empty cache, and make calls until the trial has ended.
+
+    Return the executor of the chosen candidate, and the name of the candidate that the estimate alone picks.
+    """
+    with warnings.catch_warnings(), tempfile.TemporaryDirectory() as empty, hi.knobs.scope(cache=Path(empty)):
+        warnings.simplefilter("ignore", hi.FallbackWarning)  # impossible candidates have entries of their own
+        executor = hi.compile(fusion, timeout=PATIENCE, graphs=mode == GRAPH, tune=BUDGET, **options)
+        estimate = name_of(executor.choice)
+        for _ in range(MOST_CALLS + 1):
+            call(executor)
+    chosen: hi.Executor = executor.current  # type: ignore[attr-defined]
+    chosen.choice = executor.choice
+    return chosen, estimate
+
+
+def name_of(choice: hi.Choice) -> str:
+    """Return the name of a choice's candidate as the tables write it."""
+    return str(choice.taken).replace(",", "")
 
 
 def with_out(
@@ -461,7 +485,7 @@ class Bench:
         """Return the result's entry for the choice of `hi.compile`, if there is one."""
         for c in candidates:
             if c.choice:
-                return {"compiled": {"mode": c.mode, "choice": c.choice}}
+                return {"compiled": {"mode": c.mode, "choice": c.choice, "estimate": c.estimate}}
         if any(name.startswith(COMPILED) for name in self.failed):  # no other candidate may take its place
             return {"compiled": {"mode": self.modes[-1], "choice": "failed"}}
         return {}

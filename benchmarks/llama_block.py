@@ -54,6 +54,7 @@ from torch.profiler import ProfilerActivity, profile
 import hostir.torch
 from benchmarks.harness import Clock, graphed, synchronize, table, write
 from examples.llama import Block, plan
+from hostir.choice.trials import MOST_CALLS
 from hostir.job.session import Session, session
 from hostir.torch import OverlapPass
 
@@ -423,9 +424,12 @@ def case_of(options: argparse.Namespace, mesh: DeviceMesh, model: str, tokens: i
 
 
 def warmed(case: Case, way: Way) -> Step:
-    """Return a way's step after STEPS steps, so that everything is compiled."""
+    """Return a way's step after STEPS steps, so that everything is compiled, and until hostir tries no candidates."""
+    hostir.torch.report(clear=True)
     step = Step(case, way.make(case), way.dtensors)
-    for _ in range(STEPS):
+    for number in range(MOST_CALLS):
+        if number >= STEPS and not hostir.torch.report().trials:
+            break
         step()
         synchronize(case.x.device)
     return step

@@ -38,9 +38,11 @@ from benchmarks.comparison import (
     Subject,
     Work,
     compare,
+    name_of,
     options_parser,
     peer,
     replayed,
+    settled,
 )
 from benchmarks.harness import synchronize
 from benchmarks.scores import BENCHMARKS, BY_HAND, COMPILED, FIRST, GRAPH, ONE_SHOT, TWO_SHOT, Result, Row
@@ -199,8 +201,12 @@ class Decoder(Subject):
             yield from (Entrant(name, mode, partial(self.ours, name, mode)) for mode in modes)
 
     def ours(self, name: str, mode: str) -> Candidate:
-        strategy = "auto" if name == COMPILED else name
-        executor = hi.compile(self.fusion(1), strategy, timeout=PATIENCE, calls="graph" if mode == GRAPH else "out")
+        estimate = ""
+        if name == COMPILED:
+            call = lambda executor: executor(self.x, *self.weights[0], out=self.results[0])  # noqa: E731
+            executor, estimate = settled(self.fusion(1), mode, call)
+        else:
+            executor = hi.compile(self.fusion(1), name, timeout=PATIENCE)
         executor.watchdog = None
 
         def layers() -> torch.Tensor:
@@ -209,8 +215,8 @@ class Decoder(Subject):
                 (x,) = executor(x, *weights, out=self.results[i % 2])
             return x
 
-        choice = str(executor.choice.taken).replace(",", "") if name == COMPILED and mode == modes_of(self)[-1] else ""
-        return Candidate(name, mode, True, replayed(layers) if mode == GRAPH else layers, choice)
+        choice = name_of(executor.choice) if name == COMPILED and mode == modes_of(self)[-1] else ""
+        return Candidate(name, mode, True, replayed(layers) if mode == GRAPH else layers, choice, estimate)
 
     def fusion(self, slices: int) -> hi.Fusion:
         row, ranks = self.row, self.ranks

@@ -9,7 +9,7 @@
 Rows are the second weights of the MLPs of Llama 3 8B, 70B and 405B with tensor parallelism 8 (on fewer ranks, K of a
 rank stays the same). With `--shapes odd` they are shapes that no kernel was tuned for. floor = max(cuBLAS alone, the
 best reduce-scatter alone). The reduce-scatter is NCCL's, or torch's by copy engines, eager or from a graph. A score is
-floor/time. hostir's score is the score of `hi.compile` by estimates, with `out=`: an eager call if the program uses
+floor/time. hostir's score is the score of `hi.compile` after its trial, with `out=`: an eager call if the program uses
 NCCL, otherwise a replay. The table also compares it with the fastest peer of the same mode. The slices of a pipeline
 are an axis of A and of the result, outside of the ranks.
 

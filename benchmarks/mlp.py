@@ -7,7 +7,7 @@
 Rows are the MLPs of Llama 3 with tensor parallelism 8, with gelu. With `--gated` the activation is
 silu(x @ gate) * (x @ up), as in Llama. The floor is the time of the computation alone, or of the
 all-gather and the reduce-scatter one after the other; the longer one counts. hostir's score is the score of
-`hi.compile` by estimates, with `out=`.
+`hi.compile` after its trial, with `out=`.
 The slices of a pipeline are an axis outside of the ranks.
 
 The peers:

@@ -11,7 +11,7 @@ from benchmarks.harness import table
 
 EAGER, GRAPH = "eager", "graph"
 MODES = (EAGER, GRAPH)
-COMPILED = "hi.compile"  # the candidate that `hi.compile` chooses without measurements
+COMPILED = "hi.compile"  # the candidate that `hi.compile` chooses in its first calls
 BY_HAND, TORCH = "NCCL + cuBLAS", "torch fused"  # peers
 ONE_SHOT, TWO_SHOT = "torch one-shot", "torch two-shot"
 HOSTIR = "hostir"  # the candidate that calls a function of hostir.torch
@@ -462,6 +462,7 @@ def cells(row: Result) -> dict[str, str]:
         "x the best peer issued alike": cell(ratio, 2),
         "best candidate": cell(row["best_candidate"]),
         "candidate's score": cell(row["score_candidate"], 3),
+        "regret": cell(row["score_candidate"] and row["score_ours"] and row["score_candidate"] / row["score_ours"], 2),
         "must reach": cell(row["must"], 3),
         "goal": cell(row["goal"], 3),
         "met": cell(row["met"]),
@@ -487,8 +488,8 @@ def line(row: Result) -> str:
         )
     peer, peer_score, ours, score, *more = figures
     if "compiled" in row:
-        error, ratio, candidate, candidate_score, must, goal, met = more
-        right = f"{score:>5} {ours} ({ratio} x, error {error})  |  {candidate_score:>5} {candidate}  |  "
+        error, ratio, candidate, candidate_score, regret, must, goal, met = more
+        right = f"{score:>5} {ours} ({ratio} x, error {error})  |  {candidate_score:>5} {candidate}, {regret} x  |  "
         right += f"must {must:>5}  goal {goal:>5}  met {met}"
     else:
         right = "{:>5} {:<41}  |  must {:>5}  met {}".format(score, ours, *more)

@@ -52,6 +52,7 @@ from benchmarks.comparison import (
 from benchmarks.harness import synchronize
 from benchmarks.scores import BY_HAND, GRAPH, HOSTIR, TORCH, Row
 from hostir.choice.platforms import Platform
+from hostir.choice.trials import MOST_CALLS
 from hostir.job.session import Session
 from hostir.torch import all_gather_matmul, column_parallel_linear, matmul_reduce_scatter, row_parallel_linear
 
@@ -252,10 +253,11 @@ class GradientJudge(Judge):
 
 
 def ours(name: str, mode: str, call: Callable[[], Any]) -> Candidate:
-    """Return the candidate of a hostir function. It chooses by estimates; in mode `graph` the benchmark captures it."""
+    """Return the candidate of a hostir function, after its trial. In mode `graph` the benchmark captures it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", hi.FallbackWarning)  # impossible strategies warn at the first call
-        call()
+        for _ in range(MOST_CALLS + 1):
+            call()
         return Candidate(name, mode, True, replayed(call) if mode == GRAPH else call)
 
 

@@ -65,7 +65,7 @@ def ranked_by(calls: str, eager: float | None, graph: float | None, *, captured_
 
 
 @dataclass
-class Progress:
+class TrialState:
     """The state of a trial, for reports.
 
     Fields:

@@ -15,7 +15,7 @@ from typing import Any
 from hostir.choice import cache
 from hostir.choice.cache import Entries, Entry
 from hostir.choice.candidates import SEQUENTIAL
-from hostir.choice.choices import BEING_MEASURED, MEASURED, Candidate, Choice, Impossible, Progress, Timing
+from hostir.choice.choices import BEING_MEASURED, MEASURED, Candidate, Choice, Impossible, Timing, TrialState
 from hostir.choice.decision import Decider, check_sizes, decider_for, from_rank_0, log_choice, warn_fallbacks
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, warn_once
@@ -133,7 +133,7 @@ class Ranges:
         return tuple(best)
 
     def tried(
-        self, sizes: Mapping[str, int], choice: Choice, estimates: Sequence[Timing], first: bool, progress: Progress
+        self, sizes: Mapping[str, int], choice: Choice, estimates: Sequence[Timing], first: bool, progress: TrialState
     ) -> None:
         """Replace the choice for the sizes of a call by what a trial has found so far.
 
@@ -175,7 +175,7 @@ class Ranges:
             self._estimates[name] = {timing.candidate: timing.us for timing in self.decider.estimates(sizes)[0]}
         return self._estimates[name].get(candidate, nan)
 
-    def _keep(self, sizes: Mapping[str, int], progress: Progress) -> None:
+    def _keep(self, sizes: Mapping[str, int], progress: TrialState) -> None:
         """Write the measurements of a trial to the cache. Warn once if that is not possible."""
         entries = {
             candidate: Entry.of(self.program(candidate).digest, self.decider.calls, round(us, 2))

@@ -31,7 +31,7 @@ import torch
 from hostir.call.executor import Executor
 from hostir.call.rank import RankExecutor
 from hostir.call.started import Started
-from hostir.choice.choices import Candidate, Progress, Timing
+from hostir.choice.choices import Candidate, Timing, TrialState
 from hostir.choice.recomputation import Checkpointed, recomputes
 from hostir.ir.source import HostIRError, error
 from hostir.job.links import MisalignedError, headline
@@ -103,7 +103,7 @@ class Trial:
         execute: Callable[[Candidate], Executor],
         estimate: Callable[[Candidate, Mapping[str, int]], float],
         budget: float,
-        publish: Callable[[Progress], None],
+        publish: Callable[[TrialState], None],
     ) -> None:
         self.name, self.execute, self.estimate, self.publish = name, execute, estimate, publish
         self.estimates = {timing.candidate: timing.us for timing in rivals}
@@ -117,7 +117,7 @@ class Trial:
 
     def restart(self) -> None:
         """Begin the trial anew, as all ranks do after a call that ended midway."""
-        self.progress = Progress(next(iter(self.estimates)), rivals=len(self.estimates))
+        self.progress = TrialState(next(iter(self.estimates)), rivals=len(self.estimates))
         self.waiting = list(self.estimates)[1:]  # challengers that have not been tried
         self.challenger: Candidate | None = None
         self.number = 0  # calls so far
@@ -229,7 +229,7 @@ class Trial:
             if self.captured != self.progress.best:
                 self._drop(self.captured)
         if self.challenger is not None:
-            self._settle(self.challenger)
+            self._end_duel(self.challenger)
         while self.waiting:
             challenger = self.waiting.pop(0)
             self.progress.tried += 1
@@ -245,7 +245,7 @@ class Trial:
             return
         self._finish()
 
-    def _settle(self, challenger: Candidate) -> None:
+    def _end_duel(self, challenger: Candidate) -> None:
         """End a duel: compare the times of all ranks, and drop the loser."""
         first = self.laps[0][1]
         mine = [_finite(lap.us() * self._scale(c, first, sizes)) for c, sizes, lap in self.laps]

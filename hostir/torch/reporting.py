@@ -46,9 +46,11 @@ class Report(tuple[Ran, ...]):
 
     Fields:
         symmetric_bytes: the bytes of symmetric memory that hostir's programs hold on this rank, by the group's name.
+        trials: the number of trials of candidates that have begun and have not ended.
     """
 
     symmetric_bytes: Mapping[str, int] = MappingProxyType({})
+    trials: int = 0
 
     def __str__(self) -> str:
         held = (
@@ -110,6 +112,9 @@ class Ledger:
             reasons.setdefault((operator, group, strategy), {}).update(dict.fromkeys(why))
         result = Report(Ran(*name, count, tuple(reasons[name])) for name, count in counts.items())
         sessions = {group: executor.session for _, group, executor, *_ in self.by_hostir}
+        result.trials = sum(
+            len(getattr(each, "trials", ())) for each in {executor for _, _, executor, *_ in self.by_hostir}
+        )
         result.symmetric_bytes = {group: it.symmetric_bytes for group, it in sessions.items() if it is not None}
         return result
 
@@ -123,7 +128,7 @@ def report(*, clear: bool = False) -> Report:
     The report is a tuple with a row for each operator, group and strategy. A row has the fields `operator`, `group`,
     `strategy`, `calls` (the number of calls) and `why` (the reasons for the strategy). `print` shows the report as
     text. The report's field `symmetric_bytes` is the number of bytes of symmetric memory that each group holds, by the
-    group's name.
+    group's name. Its field `trials` is the number of ranges of sizes whose candidates are still being tried.
 
     Args:
         clear: True to start a new report after this one.
