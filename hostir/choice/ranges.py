@@ -322,6 +322,6 @@ def _fitting(size: int, multiple: int) -> int:
 
 
 def _multiple(name: str, decider: Decider) -> int:
-    """Return the smallest number such that all its multiples fit every candidate as values of the size `name`."""
+    """Return the smallest n such that every candidate can run with every multiple of n as the size `name`."""
     sizes = [d.size for program in decider.candidates.programs.values() for d in program.divisions]
     return lcm(*(size.den for size in sizes if name in size.names))

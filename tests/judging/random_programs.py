@@ -66,7 +66,7 @@ def every_block(items: list[Item]) -> Iterator[list[Item]]:
 
 
 class Loosening:
-    """A program under random edits that the checker accepts."""
+    """Edits a program at random, and keeps an edit only if the checker accepts the edited program."""
 
     def __init__(self, random: Random, program: Program, accepts: Accepts) -> None:
         self.random, self.program, self.accepts = random, program, accepts

@@ -86,7 +86,10 @@ def lowered(
 
 
 def of_patterns() -> Iterator[Case]:
-    """Yield every pattern, with sizes of layers and with its small default sizes. TMA cannot describe all of these."""
+    """Yield every pattern twice: with the sizes of model layers, and with its small default sizes.
+
+    TMA descriptors cannot describe all tensors of these patterns.
+    """
     every = [*every_pattern(), *((pattern.__name__, pattern) for pattern in patterns.NORMED)]
     for (name, pattern), ranks, large in itertools.product(every, RANKS, (True, False)):
         of_8_bits = name.split()[0] in {pattern.__name__ for pattern in patterns.SCALED}

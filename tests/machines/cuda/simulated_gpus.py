@@ -53,7 +53,10 @@ class Task:
 
 
 class Stream:
-    """A queue with a number as its handle. `copying` is the beginning of the last kernel if that kernel copies."""
+    """A queue of tasks in the place of a CUDA stream. `cuda_stream` is its number.
+
+    `copying` is an event at the start of the last kernel if this kernel copies; else None.
+    """
 
     def __init__(self, device: object = None) -> None:
         self.tasks: deque[Task] = deque()
