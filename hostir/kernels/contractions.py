@@ -159,8 +159,8 @@ def _scaled_matmul_by_blocks(
 ) -> Again | None:
     """Compute a scaled matmul in blocks of rows, as the kernels that `_by_blocks` returns do.
 
-    Raises HostIRError if `ready` is set and no single stride separates the scales of successive rows. Such scales would
-    have to be copied before the launch, but they arrive only with the rows.
+    Raises HostIRError if `ready` is set and the scales of the rows have no constant stride. Such scales would have to
+    be copied before the launch, but they arrive only with the rows.
     """
     if ready is not None and scale_a.numel() > 1 and rows(scale_a) is None:
         raise error(
