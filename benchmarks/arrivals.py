@@ -6,8 +6,8 @@ It stands in for a measurement on 8 GPUs. It runs the `fused` and `push` program
 same peer, each into the memory for the shard of a different rank. Each GPU sends and receives as many shards as with 8
 ranks. They have the same size and are sent one after another, each followed by a signal, and each GPU multiplies them
 as they arrive. Three things differ from 8 ranks: the barrier and the credits are between two ranks, no rank lags behind
-the others, and there are no competitors to compare with. The floor is cuBLAS alone, or the copies of the same number of
-shards alone, from a CUDA graph.
+the others, and there are no other implementations to compare with. The floor is cuBLAS alone, or the copies of the same
+number of shards alone, from a CUDA graph.
 """
 
 from __future__ import annotations
