@@ -145,7 +145,7 @@ class Judge:
         self.worst, self.mean = self._errors(cublas)
 
     def check(self, name: str, out: torch.Tensor, mean_too: float = 1.01) -> None:
-        """End the program if `out` is wrong. The mean error may be at most `mean_too` times the mean error of cuBLAS."""
+        """End the program if `out` is wrong. Its mean error may be `mean_too` times the mean error of cuBLAS."""
         worst, mean = self._errors(out)
         if not (worst <= 1.1 * self.worst + 1e-6 and mean <= mean_too * self.mean + 1e-9):
             sys.exit(f"{name}: WRONG: error at most {worst}, on average {mean}; cuBLAS {self.worst}, {self.mean}")

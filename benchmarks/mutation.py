@@ -165,9 +165,7 @@ def comment(text: str) -> str:
 
 
 def keep(verdicts: Iterable[Verdict], folder: Path) -> list[Path]:
-    """Write the texts of all guilty mutants that were accepted, and of all mutants that were rejected but are not
-    guilty.
-    """
+    """Write the texts of guilty mutants that were accepted, and of mutants that were rejected but are not guilty."""
     paths = []
     for v in verdicts:
         if v.outcome not in ("missed", "benign", "unfounded"):
