@@ -213,7 +213,7 @@ def fixed(cell: Cell, random: Random) -> Program:
 
 @cache
 def lowers(pattern: str, strategy: str, ranks: int) -> bool:
-    """Return True if the strategy can lower the pattern, which means that it overlaps some communication."""
+    """Return True if the strategy can lower the pattern. Most strategies refuse a pattern in which nothing overlaps."""
     try:
         with knobs.scope(spec=0):
             hi.lower(fixed(Cell(pattern, strategy, ranks, ""), Random(0)), strategy)

@@ -7,10 +7,10 @@
 
 The programs run on processes (`tests/judging/real_ranks.py`). There are random programs that the checker accepts and
 that have little synchronisation (`tests/judging/random_programs.py`), the hand-written programs of
-`tests/cases/counterexamples`, and all patterns lowered by all strategies (`tests/judging/mutation.py`). Outputs must
-have the same bits as on simulated ranks in program order. This also holds for mutants (`tests/judging/mutants.py`) that
-the checker accepts. If the checker assumes an order that processes do not guarantee, some of them give other results.
-The verdicts on mutants can be saved in a file, as in `benchmarks.mutation`. A later call with the same file continues.
+`tests/cases/counterexamples`, and every pattern, lowered (`tests/judging/mutation.py`). Outputs must have the same bits
+as on simulated ranks in program order. This also holds for mutants (`tests/judging/mutants.py`) that the checker
+accepts. If the checker assumes an order that processes do not guarantee, some of them give other results. The verdicts
+on mutants can be saved in a file, as in `benchmarks.mutation`. A later call with the same file continues.
 """
 
 from __future__ import annotations

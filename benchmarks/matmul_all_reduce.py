@@ -82,8 +82,7 @@ class Operands(Subject):
         a: `[M, K]`, this rank's columns.
         b: `[K, N]`, this rank's rows; stored by columns, like the weight of a linear layer.
         part: `[M, N]`, this rank's partial sum; on GPUs in symmetric memory.
-        zeros: `[M, N]` in symmetric memory, for all-reduces that are timed alone. They are in place, and the sums stay
-            0.
+        zeros: `[M, N]` in symmetric memory, for all-reduces that are timed alone. Its sums stay 0.
         c: `[M, N]`, the result.
     """
 

@@ -322,7 +322,7 @@ class EmulatedRank(Subject):
         return {"gemm": self.multiply, "copies": self.push}
 
     def push(self) -> None:
-        """Copy as many blocks to the peer as the programs do, without waiting for their computation."""
+        """Copy as many blocks to the peer as the programs do, without synchronization."""
         for block, slot in zip(self.part.chunk(self.ranks)[1:], self.peer_slots[1:], strict=True):
             slot.copy_(block)
 

@@ -125,7 +125,7 @@ class Case:
     def operand(self, slices: int) -> torch.Tensor:
         """Return A with the axes that it has in the fusion.
 
-        If both the slices and the ranks divide the rows, the axis of the slices comes first.
+        For an allgather and a reduce_scatter, the axis of the slices is the first axis.
         """
         m, d = self.row.M // (slices * self.ranks), self.ranks
         if self.row.collective == "allgather":
@@ -135,7 +135,7 @@ class Case:
         return self.a.view(d, slices, m, -1).transpose(0, 1).contiguous()
 
     def agrees(self, out: torch.Tensor, slices: int) -> bool:
-        """Return True if a result equals the hand-written result, except for rounding in another order of bf16 sums."""
+        """Return True if a result equals the hand-written one, up to rounding: bf16 sums may be in another order."""
         m = self.row.M // (slices * self.ranks)
         mine = (
             out.reshape(self.c.shape)

@@ -256,7 +256,7 @@ class Gathered(Operands):
 
 
 class Scattered(Operands):
-    """A reduce-scatter: `a` has this rank's columns and separate scales on each rank. Each rank gets a part of the sum."""
+    """A reduce-scatter: `a` has this rank's columns, with their scales. Each rank gets a part of the sum."""
 
     def __init__(self, row: Row, dtype: torch.dtype, job: Session, **fields: Any) -> None:
         super().__init__(row, dtype, job, gathers=False, **fields)

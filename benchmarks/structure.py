@@ -185,7 +185,7 @@ def large_classes(name: str, text: str) -> Iterator[str]:
 
 
 def rebound_globals(name: str, text: str) -> Iterator[str]:
-    """Yield the statements by which functions bind module globals anew."""
+    """Yield the `global` statements, with which functions bind module globals anew."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Global):
             yield f"{name}:{node.lineno}: {', '.join(node.names)}"

@@ -79,7 +79,7 @@ class ByHand:
 
 
 class Fused:
-    """torch's own operators."""
+    """torch's fused operators. On a CPU, torch's fallbacks with plain collectives run instead."""
 
     def gather(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         ops = torch.ops.symm_mem.fused_all_gather_matmul
