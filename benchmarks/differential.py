@@ -213,7 +213,7 @@ def fixed(cell: Cell, random: Random) -> Program:
 
 @cache
 def lowers(pattern: str, strategy: str, ranks: int) -> bool:
-    """Return True if the strategy can lower the pattern. Most strategies refuse a pattern in which nothing overlaps."""
+    """Return True if the strategy can lower the pattern. It may refuse a pattern in which it can overlap nothing."""
     try:
         with knobs.scope(spec=0):
             hi.lower(fixed(Cell(pattern, strategy, ranks, ""), Random(0)), strategy)
