@@ -60,7 +60,7 @@ text { fill: #e6edf3 }
 
 
 def draw(data: dict[str, Any]) -> str:
-    """Return the SVG of the JSON of a run. Raise ValueError if it has no rows."""
+    """Return the chart of a run as SVG. `data` is the JSON of the run. Raise ValueError if it has no rows."""
     if not data["rows"]:
         raise ValueError("no rows to draw")
     ordered = in_order(data["rows"])

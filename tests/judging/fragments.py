@@ -394,7 +394,7 @@ def pipeline(d: Draft) -> None:
 
 
 def pipeline_on_one_rank(d: Draft) -> None:
-    """Add such a loop without communication; it uses a few slots, or allocates a buffer in each round."""
+    """Add a loop over streams without communication. It uses a few slots, or allocates a buffer in each round."""
     d.fence()  # the streams of the rounds wait for the caller's stream
     t, a, b, c = d.name("slots"), d.name("x"), d.name("t"), d.name("y")
     slots, x, anew = d.random.randrange(1, 4), d.read("whole"), d.chance(0.3)
