@@ -107,7 +107,7 @@ class Draft:
         return self.random.choice(self.readable(layout))
 
     def write(self, layout: str, *excluded: str, symmetric: bool | None = None) -> str:
-        """Return a buffer that the next statement overwrites completely."""
+        """Draw a buffer with a layout, except those in `excluded`. The next statement must overwrite it completely."""
         names = [name for name, k in BUFFERS.items() if k == layout and name not in excluded]
         if symmetric is not None:
             names = [name for name in names if (name in SYMMETRIC) == symmetric]

@@ -51,7 +51,7 @@ def lowerable(
 
 
 def without_each(body: tuple[Statement, ...]) -> Iterator[tuple[Statement, tuple[Statement, ...]]]:
-    """Yield every body with one ordering or moving statement left out."""
+    """Yield each ordering or moving statement, with the body without this statement."""
     for n, s in enumerate(body):
         if isinstance(s, (Signal, Wait, WaitSignal, Barrier, Synchronize, Get, Put)):
             yield s, (*body[:n], *body[n + 1 :])
