@@ -135,7 +135,7 @@ class Ranges:
     def tried(
         self, sizes: Mapping[str, int], choice: Choice, estimates: Sequence[Timing], first: bool, progress: Progress
     ) -> None:
-        """Replace the choice for the sizes of a call by what a trial has found so far.
+        """Replace the choice for the sizes of a call by the result of a trial so far.
 
         Args:
             sizes: the sizes of the call.
@@ -223,7 +223,7 @@ class Ranges:
 
     @property
     def ranges(self) -> tuple[Range, ...]:
-        """The ranges of the free size. A range has neighbouring values with the same choice, for the same reason.
+        """The ranges of the free size. In a range, the chosen candidate and the field `source` are the same.
 
         The tuple is empty if several sizes are free.
         """

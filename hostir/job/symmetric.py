@@ -367,7 +367,7 @@ class SymmetricMemory:
         self._release(set.intersection(*map(set, by_rank)))
 
     def _release(self, numbers: Set[int]) -> None:
-        """Release memories by their numbers. No rank uses them any more."""
+        """Release the memories with these numbers. No rank uses them any more."""
         for key in [key for key, memory in self.met.items() if memory.number in numbers]:
             self.met.pop(key).gone = True
             self.released += 1

@@ -71,7 +71,7 @@ class Layer:
             self.check(seed)
 
     def steps(self) -> Iterator[tuple[list[Any], int]]:
-        """Yield a pair for each step that the first executor issues: a list that holds the step, and the step's index."""
+        """Yield a pair for each step that the first executor issues: a list that holds the step, and its index."""
         (plan,) = self.executors[0].plans.values()
         if tapes := getattr(plan, "tapes", None):  # native code issues most of the plan's steps
             lists = [taped.steps for taped in tapes.by_key.values() if taped is not None]
