@@ -3,11 +3,12 @@
     torchrun --standalone --nproc-per-node 8 -m benchmarks.allgather_matmul --out benchmarks/results/allgather_matmul
     python -m benchmarks.chart benchmarks/results/allgather_matmul.json docs/images/allgather_matmul.svg
 
-Rows are the first weights of the MLPs of Llama 3 8B, 70B and 405B with tensor parallelism 8 (on fewer ranks, N of a
-rank stays the same), and the shape that nvFuser published. floor = max(cuBLAS alone, best all-gather alone). The
-all-gather is NCCL's or bare copies from the peers, eager or from a graph. A score is floor/time; 1 is the best possible
-score. Eager calls and CUDA graphs are timed separately. One-sided strategies replay their own graph in calls with
-`out=`. The slices of a pipeline are an axis of A and of the result, outside of the ranks.
+A row of the table is a shape: the first weight of the MLP of Llama 3 8B, 70B or 405B with tensor parallelism 8, or the
+shape that nvFuser published. N is the number of columns on one rank, which stays the same on fewer ranks. floor =
+max(cuBLAS alone, best all-gather alone). The all-gather is NCCL's, or it consists of bare copies from the peers, eager
+or from a graph. A score is floor/time; 1 is the best possible score. Eager calls and CUDA graphs are timed separately.
+With `out=`, an executor of a one-sided strategy captures its calls in a graph and replays them. In a pipeline, the axis
+of the slices is outside the axis of the ranks, in A and in the result.
 
 The peers:
 
@@ -94,9 +95,9 @@ class Operands(Subject):
         dist.all_gather_into_tensor(self.gathered, self.a)
 
     def pull(self) -> None:
-        """Copy the rows of all peers by copy engines, without synchronization; each rank begins with another peer.
+        """Copy the rows of all peers by copy engines, without synchronization; each rank begins with a different peer.
 
-        It is a lower bound for the floor: a usable all-gather must also synchronize.
+        The time is a lower bound for an all-gather, which must also synchronize the ranks.
         """
         blocks = self.gathered.chunk(self.ranks)
         for turn in range(1, self.ranks):
@@ -137,7 +138,7 @@ class Operands(Subject):
         return self.shaped(self.c, slices)
 
     def shaped(self, c: torch.Tensor, slices: int = 1) -> torch.Tensor:
-        """View `[M, N]` with the axes of a fusion with this number of slices."""
+        """Return `c`, `[M, N]`, viewed with the axes of the result of a fusion with `slices` slices."""
         return c.view(slices, self.ranks, -1, self.row.N)
 
     def entrants(self, modes: Sequence[str], only: Sequence[str], platform: Platform) -> Iterator[Entrant]:

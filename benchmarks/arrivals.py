@@ -2,11 +2,12 @@
 
     torchrun --standalone --nproc-per-node 2 -m benchmarks.arrivals --out benchmarks/results/arrivals
 
-It stands in for a measurement on 8 GPUs. It runs the `fused` and `push` programs for 8 ranks, except that every
-copy goes to the same peer, into the place of another rank. As with 8 ranks, each GPU sends and receives the same number
-of shards of the same size, one after another with a signal after each, and multiplies them as they arrive. Three things
-differ: the barrier and the credits are between two ranks, no rank lags behind the others, and there are no peers to
-compare with. The floor is cuBLAS alone, or the copies of the same number of shards alone, from a CUDA graph.
+It stands in for a measurement on 8 GPUs. It runs the `fused` and `push` programs for 8 ranks, but all copies go to the
+same peer, each into the memory for the shard of a different rank. Each GPU sends and receives as many shards as with 8
+ranks. They have the same size and are sent one after another, each followed by a signal, and each GPU multiplies them
+as they arrive. Three things differ from 8 ranks: the barrier and the credits are between two ranks, no rank lags behind
+the others, and there are no other implementations to compare with. The floor is cuBLAS alone, or the copies of the same
+number of shards alone, from a CUDA graph.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ class Scaling:
 def program_text(row: Row, ranks: int, way: Way, scaling: Scaling | None = None) -> str:
     """Return the program of two ranks that emulate two of `ranks` ranks.
 
-    A rank sends to the peer, at place 1 - %r, first the rows of the place after the peer's: the peer multiplies them
-    next after its own rows. Scales of rows are sent before all rows, as in the programs of `hi.lower`.
+    The peer has the position 1 - %r. After its own rows, the peer multiplies the rows of the position after 1 - %r, so
+    a rank sends it these rows first. Scales of rows are sent before all rows, as in the programs of `hi.lower`.
     """
     m, peer, shape = row.M // ranks, "(%r + 1) % 2", f"{row.M // ranks}, {row.K}"
     dtype, product, ahead = "bf16", "matmul %full, %b", ["barrier of %full over didx"]
@@ -146,7 +147,7 @@ class Bench:
         self.rank = dist.get_rank()
 
     def measure(self, row: Row) -> dict[str, Any]:
-        """Return the times of replays, in microseconds. Every way's result is checked before it is timed."""
+        """Return the times of replays, in microseconds. The result of each way is checked before the way is timed."""
         m = row.M // self.ranks
         a = symm_mem.empty(m, row.K, dtype=torch.bfloat16, device=self.device)
         peer_rows = symm_mem.rendezvous(a, dist.group.WORLD).get_buffer(1 - self.rank, a.shape, a.dtype)

@@ -1,4 +1,4 @@
-"""SVG bar chart of the scores that a benchmark such as `allgather_matmul` wrote: hostir's and the best peer's.
+"""Draw an SVG bar chart of the scores that a benchmark such as `allgather_matmul` wrote: hostir's and the best peer's.
 
     python -m benchmarks.chart benchmarks/results/allgather_matmul.json docs/images/allgather_matmul.svg
 
@@ -60,7 +60,7 @@ text { fill: #e6edf3 }
 
 
 def draw(data: dict[str, Any]) -> str:
-    """Return the SVG of the JSON of a run. Raise ValueError if it has no rows."""
+    """Return the chart of a run as SVG. `data` is the JSON of the run. Raise ValueError if it has no rows."""
     if not data["rows"]:
         raise ValueError("no rows to draw")
     ordered = in_order(data["rows"])
@@ -83,7 +83,7 @@ def draw(data: dict[str, Any]) -> str:
 
 
 def _bars(panels: Sequence[tuple[str, list[Result]]]) -> tuple[list[str], int]:
-    """Return the SVG of all rows, and the width of the picture."""
+    """Return the SVG of the bars of all rows, and the width of the picture."""
     parts: list[str] = []
     x: float = LEFT + SPACE
     for model, rows in panels:
@@ -106,7 +106,7 @@ def _size(row: Result) -> str:
 
 
 def _row(row: Result, x: float) -> Iterator[str]:
-    """Yield the two bars of a row, from the left edge `x`, with its marks."""
+    """Yield the two bars of a row and its marks, such as the goal. `x` is the left edge."""
     yield f'<text class="quiet middle" x="{x + BAR:g}" y="{TOP + HEIGHT + 17}">{row["M"]}</text>'
     yield from _bar(row, x, "peer")
     yield from _bar(row, x + BAR, "ours")
@@ -135,7 +135,10 @@ def _bar(row: Result, x: float, side: str) -> Iterator[str]:
 
 
 def _others(row: Result, ours: bool, best: float) -> list[float]:
-    """Return the scores of the other candidates of a side, each in its better mode."""
+    """Return the scores of all candidates of a side except the best, each in its faster mode.
+
+    The side is hostir if `ours` is True, else the peers.
+    """
     of_side = [t for t in row["times"].values() if t["ours"] is ours]
     scores = sorted(row["floor_us"] / min(t[mode] for mode in (EAGER, GRAPH) if mode in t) for t in of_side)
     return [score for score in scores[:-1] if score < best]
@@ -161,7 +164,7 @@ def _heading(environment: dict[str, Any], rows: Sequence[Result]) -> Iterator[st
 
 
 def _sign(mark: str, x: float) -> str:
-    """Return the sign of a bar or mark in the legend."""
+    """Return the symbol that stands for a bar or a mark in the legend."""
     if mark == "other":
         return f'<rect class="plate" x="{x:g}" y="77" width="12" height="12"/><path class="other" d="M{x:g} 83h12"/>'
     if mark in ("must", "goal"):

@@ -1,11 +1,11 @@
-"""Time of the checker against the number of ranks: an MLP with 64 slices, by every strategy.
+"""Measure how long the checker takes for different numbers of ranks: an MLP with 64 slices, by every strategy.
 
     python -m benchmarks.check --out benchmarks/results/check
-    python -m benchmarks.check --mutants 100000     compare one rank's verdict with all ranks' verdict, on mutants
+    python -m benchmarks.check --mutants 100000 compare a check of one rank with a check of all ranks, on mutants
 
 All ranks run the same statements, so the checker looks at one rank. The table counts the unrolled statements of this
-rank in all checked calls. Up to `ALL` statements, it also has the time of a check of all ranks. Times are the best of
-three, in a process of one thread.
+rank in all checked calls. If all ranks together have at most `ALL` statements, it also has the time of a check of all
+ranks. Times are the best of three, in a process of one thread.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def mlp(strategy: str, ranks: int) -> Program:
 
 
 def measure(strategy: str, ranks: int) -> dict[str, object]:
-    """Return the row of a check: its seconds, and the number of statements and events."""
+    """Return a row of the table: the seconds of a check, and the numbers of statements and events."""
     program = mlp(strategy, ranks)
     seconds, analysis = best(lambda: analyse_quickly(program))
     order = alike(program, {}, analysis.calls)
@@ -66,7 +66,7 @@ def measure(strategy: str, ranks: int) -> dict[str, object]:
 
 
 def best(check: Callable[[], Analysis]) -> tuple[float, Analysis]:
-    """Return the best time of a check in seconds, and its analysis. There must be no findings."""
+    """Return the seconds of the fastest of three checks, and the analysis. There must be no findings."""
     seconds = []
     for _ in range(3):
         begun = time.perf_counter()
@@ -78,7 +78,7 @@ def best(check: Callable[[], Analysis]) -> tuple[float, Analysis]:
 
 # One rank against all ----------------------------------------------------------------------------------------------
 def programs() -> list[Program]:
-    """Return programs of up to 8 ranks and 8 slices."""
+    """Return the correct programs that are mutated. They have up to 8 ranks and 8 slices."""
     more = [
         hi.lower(tiny(pattern, ranks, slices), strategy)
         for pattern in patterns.PATTERNS
@@ -91,7 +91,7 @@ def programs() -> list[Program]:
 
 
 def compare(mutant: Mutant) -> str:
-    """Check a mutant with one rank and with all ranks. Return the outcome of the comparison."""
+    """Check a mutant by tracing one rank, and by tracing all ranks; return the outcome of the comparison."""
     try:
         program = hi.parse(mutant.text, mutant.name)
     except hi.HostIRError:
@@ -109,7 +109,7 @@ def compare(mutant: Mutant) -> str:
 
 
 def against_all(most: int) -> None:
-    """Print how often one rank gives the verdict of all ranks, on at most `most` mutants."""
+    """Compare checks of one rank with checks of all ranks on at most `most` mutants; print the outcomes."""
     mutants = sample(every_mutant(programs()), most)
     with Pool() as pool:
         outcomes = Counter(pool.imap_unordered(compare, mutants, chunksize=8))

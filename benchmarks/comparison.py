@@ -65,7 +65,8 @@ class Candidate:
         mode: `eager` or `graph`.
         ours: True for hostir, False for a peer.
         call: runs it, and returns the result.
-        choice: the choice of `hi.compile`, if a plain call with `out=` of its executor runs in this mode; else empty.
+        choice: the text of the candidate that `hi.compile` has chosen, if a plain call of its executor with `out=` runs
+            in this mode; else empty.
         estimate: the candidate that `hi.compile` would choose by its estimate alone, if `choice` is not empty.
     """
 
@@ -102,7 +103,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Entrant:
-    """A candidate that is still to be made: `make` returns it, or raises if it is impossible."""
+    """A candidate that does not exist yet. `make` returns it, or raises if it is impossible."""
 
     name: str
     mode: str
@@ -156,7 +157,7 @@ class Subject(ABC):
 
     @abstractmethod
     def parts(self) -> Mapping[str, Work]:
-        """Return the parts of the floor: `gemm` and collectives. The Triton matmul, `triton`, is only shown."""
+        """Return the work of the floor: `gemm` and collectives. `triton`, the Triton matmul, is only shown."""
 
     def peers(self) -> Mapping[str, Callable[[], torch.Tensor]]:
         """Return the calls that a user of torch would make instead, by name."""
@@ -175,7 +176,7 @@ class Subject(ABC):
         """Return the tensor for this rank's part of the result."""
 
     def about(self) -> Result:
-        """Return more entries for the row's result."""
+        """Return further entries for the result of the row."""
         return {}
 
     def entrants(self, modes: Sequence[str], only: Sequence[str], platform: Platform) -> Iterator[Entrant]:
@@ -195,7 +196,7 @@ class Subject(ABC):
                 yield Entrant(name, mode, partial(peer, name, mode, call))
 
     def strategies_in(self, modes: Sequence[str], only: Sequence[str], platform: Platform) -> Iterator[Entrant]:
-        """Yield every strategy with its streams and kernels. Making an impossible strategy raises the reason."""
+        """Yield every strategy with its streams and kernels. For an impossible strategy, `make` raises the reason."""
         for slices in (1, *(n for n in self.slices if self.row.M % (n * self.ranks) == 0)):
             candidates = candidates_of(fusion_of(self.fusion(slices)), platform, for_testing=True)
             strategies = [name for name in only if slices == 1 or name == "pipeline"]
@@ -214,11 +215,11 @@ def _refuse(reason: str) -> Candidate:
 
 
 class NotPossibleError(Exception):
-    """Error: a strategy does not lower the fusion, or does not run here."""
+    """Raised if a strategy does not lower the fusion, or does not run on this machine."""
 
 
 class WrongResultError(Exception):
-    """Error: the result of a candidate is wrong."""
+    """Raised if the result of a candidate is wrong."""
 
 
 def warmed(make: Callable[[], Candidate], device: torch.device) -> Candidate:
@@ -251,7 +252,7 @@ def peer(name: str, mode: str, call: Callable[[], torch.Tensor]) -> Candidate:
 
 
 def lowered(subject: Subject, program: hi.Program, variant: Variant, mode: str, name: str = "") -> Candidate:
-    """Return the candidate of a variant. Each mode has its own executor, so that addresses stay the same."""
+    """Return the candidate of a variant. Each mode has a separate executor, so that addresses stay the same."""
     name = name or str(variant)
     executor = hi.Executor(program, kernels=variant.kernels, timeout=PATIENCE)
     inputs, out = subject.inputs(variant.slices), subject.out(variant.slices)
@@ -298,7 +299,10 @@ def name_of(choice: hi.Choice) -> str:
 def with_out(
     name: str, executor: hi.Executor, inputs: Sequence[torch.Tensor], out: torch.Tensor, mode: str
 ) -> Candidate:
-    """Return the candidate of an executor's calls with `out=`. In a graph, the executor or the caller captures them."""
+    """Return a candidate that calls an executor with `out=`.
+
+    In mode `graph`, the executor captures the call, or the caller does if the executor cannot.
+    """
     executor.watchdog = None
 
     def call() -> torch.Tensor:
@@ -353,9 +357,10 @@ class Judge:
         return float(difference / torch.linalg.vector_norm(self.exact))
 
     def check(self, candidate: Candidate) -> float:
-        """Call a candidate on memory that holds NaN; return its error as a multiple of torch's error.
+        """Call a candidate with NaN in the memory of its result; return its error as a multiple of torch's error.
 
-        Raises WrongResultError if its result is not as good as torch's.
+        Raises WrongResultError if the error exceeds MARGIN times torch's error, or if a row differs too much from
+        torch's.
         """
         self.spoil(candidate.call())  # an eager call gets the same memory again from torch's allocator
         c = self.rows_of(candidate.call())
@@ -379,7 +384,7 @@ def summed_rows(
     Return the numbers of the sampled rows, and these rows in float64.
 
     Args:
-        exact: returns this rank's addend of some of the `m` rows, in float64.
+        exact: a function that returns this rank's addend for some of the `m` rows, in float64.
     """
     random_rows = torch.randint(m, (SAMPLE,), generator=torch.Generator().manual_seed(m))  # the same on every rank
     starts = torch.arange(ranks) * (m // ranks)
@@ -413,12 +418,12 @@ class Bench:
         self.failed: dict[str, str] = {}  # reasons why candidates of the current row have no score
 
     def exchange(self, topic: str, text: str) -> list[str]:
-        """Return the texts of all ranks, by rank. Restart the alarm."""
+        """Send a text to all ranks, and return the texts of all ranks, by rank. Restart the alarm."""
         faulthandler.dump_traceback_later(ALARM, exit=True)
         return self.job.exchange(f"benchmark, {topic}", text, ALARM)
 
     def first_text(self, topic: str, text: str) -> str:
-        """Return the first text of any rank that is not empty, with its rank; an empty string if all are empty."""
+        """Return the first text that is not empty, with the number of its rank; an empty string if there is none."""
         texts = enumerate(self.exchange(topic, text))
         return next((f"rank {rank}: {rank_text}" for rank, rank_text in texts if rank_text), "")
 
@@ -482,7 +487,7 @@ class Bench:
         return result
 
     def compiled(self, candidates: Iterable[Candidate]) -> Result:
-        """Return the result's entry for the choice of `hi.compile`, if there is one."""
+        """Return the entry for the choice of `hi.compile` in a row's result; {} if `hi.compile` was not measured."""
         for c in candidates:
             if c.choice:
                 return {"compiled": {"mode": c.mode, "choice": c.choice, "estimate": c.estimate}}
@@ -491,7 +496,7 @@ class Bench:
         return {}
 
     def parts(self, row: Row, subject: Subject) -> dict[tuple[str, str], Work]:
-        """Return the parts of the floor that run, by part and mode."""
+        """Return the parts of the floor that run on this machine, by part and mode."""
         parts: dict[tuple[str, str], Work] = {}
         for part, work in subject.parts().items():
             for mode in self.modes:
@@ -501,7 +506,7 @@ class Bench:
         return parts
 
     def candidates(self, row: Row, subject: Subject) -> list[Candidate]:
-        """Return the candidates that can be called, as many as can be made before the row's deadline."""
+        """Return the candidates that run. Candidates that come after the row's deadline are left out."""
         candidates = []
         for entrant in subject.entrants(self.modes, self.options.only, self.platform):
             name = f"{entrant.name}, {entrant.mode}"
@@ -513,17 +518,17 @@ class Bench:
         return candidates
 
     def correct(self, row: Row, step: str, judge: Judge, candidates: Iterable[Candidate]) -> dict[Candidate, float]:
-        """Return the candidates with correct results on every rank, with their errors on this rank."""
+        """Return the candidates whose results are correct on every rank, each with its error on this rank."""
         errors = {c: self.attempt(row, str(c), step, partial(judge.check, c)) for c in candidates}
         return {c: error for c, error in errors.items() if error is not None}
 
     def worst(self, row: Row, errors: Mapping[Candidate, float]) -> dict[Candidate, float]:
-        """Return the largest error over the ranks of each candidate."""
+        """Return the error of each candidate on the rank where it is largest."""
         by_rank = [json.loads(text) for text in self.exchange(f"{row}, errors", json.dumps([*errors.values()]))]
         return {c: round(max(rank_errors), 4) for c, *rank_errors in zip(errors, *by_rank, strict=True)}
 
     def profile(self, row: Row, c: Candidate) -> None:
-        """Write a trace of three calls on rank 0; the ranks start each call together."""
+        """Profile three calls, and write a trace on rank 0. The ranks start each call together."""
         first = self.job.rank == 0
         profiler = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
         with profiler if first else nullcontext():
@@ -538,7 +543,7 @@ class Bench:
             profiler.export_chrome_trace(str(self.options.profile / f"{name}.json"))
 
     def measure_all(self, rows: Sequence[Row], results: list[Result]) -> list[Row]:
-        """Append the result of each row to `results`; return the rows for which the time was too short."""
+        """Append the result of each row to `results`; return the rows for which no time was left."""
         left = list(rows)
         while left and not self.is_over(left[0], self.start + self.options.budget, "budget"):
             row = left.pop(0)

@@ -1,14 +1,14 @@
-"""Times before a program runs: lowering for 1000 ranks, `auto` on 8 ranks, and the first call with a new M.
+"""Measure the work before a program runs: lowering for 1000 ranks, `auto` on 8 ranks, and the first call with a new M.
 
     python -m benchmarks.compiling --out benchmarks/results/compiling
 
-- *lower*: a fusion for 1000 ranks, with the proof of the program; each pattern by every strategy that can lower it.
-- *auto*: the choice for 8 H200, from the cost model: all candidates lowered, proved and estimated.
-- *new M*: the time of the first call with a new M minus the time of a call with a known M: two gloo ranks, tiny
-  tensors, the fastest of 20 calls each. The difference is the time to make a plan.
+- *lower*: lower a fusion for 1000 ranks and prove the program, for each pattern and every strategy that can lower it.
+- *auto*: choose for 8 H200 GPUs by the cost model: lower, prove and estimate all candidates.
+- *new M*: the time of the first call with a new M, minus the time of a call with a known M. The difference is the time
+  to make a plan. There are two gloo ranks and tiny tensors, and each time is the fastest of 20 calls.
 
-Lowering and choosing are measured in CPU milliseconds, a new M in wall clock milliseconds, as it waits for the other
-rank.
+Lowering and choosing are measured in CPU milliseconds. A new M is measured in wall clock milliseconds, because the
+ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ Row = dict[str, Any]
 
 
 def fusion(pattern: Callable[..., hi.Fusion], **sizes: int) -> hi.Fusion:
-    """Return the fusion of a pattern; sizes that it has no parameter for are ignored."""
+    """Return the fusion of a pattern. Sizes that are not parameters of the pattern are ignored."""
     return pattern(**{name: n for name, n in sizes.items() if name in inspect.signature(pattern).parameters})
 
 
 def cpu(work: Callable[[], Any]) -> float:
-    """Return the CPU time of some work in this process, in milliseconds."""
+    """Run `work`, and return the CPU time that it takes in this process, in milliseconds."""
     begun = time.process_time()
     work()
     return round(1e3 * (time.process_time() - begun), 1)

@@ -1,22 +1,28 @@
-"""Random fusions by every strategy, on any number of ranks and of rows, against the unsharded result in float64.
+"""Compare random fusions, lowered by every strategy, with the unsharded result in float64, for many numbers of rows.
 
     python -m benchmarks.differential --cases 500                                            a first look
     python -m benchmarks.differential --cases 20000 --gloo 500 --out benchmarks/results/differential
     python -m benchmarks.differential --fp8 --cases 2400 --gloo 200                          fp8 matmuls only
     python -m benchmarks.differential --seed 0 --case 1234 [--gloo 1]                        one case again, in full
 
-Cases cover all combinations of patterns (of examples/patterns.py, and four sets of random fusions), strategies, 1, 2,
-3, 4 and 8 ranks, and a number of rows M that divides, does not divide, is 0, or is 1. Each case has fresh random
-inputs, slices, streams, dtypes and sizes; M is bound at run time. Simulated ranks run it in a random legal order, in
-memory that holds NaN. Half of the cases write to `out=`, full of NaN. With `--gloo` some of the cases run on 4 real
-processes.
+The cases cover all combinations of a pattern, a strategy, a number of ranks and a number of rows. The patterns are
+those of examples/patterns.py and four sets of random fusions. There are 1, 2, 3, 4 or 8 ranks. The number of rows, M,
+divides into the equal parts that the program needs, does not divide, is 0, or is 1. Each case has fresh random inputs,
+slices, streams, dtypes and sizes; M is bound at run time. Simulated ranks run the case in a random legal order, in
+memory that holds NaN. Half of the cases write to tensors passed as `out=`, which hold NaN before. With `--gloo` some of
+the cases run on 4 real processes.
 
-With `--fp8` the patterns are fp8 matmuls with all scales and along each axis, and random ones: 300 of 2400 cases.
+With `--fp8` the patterns are fp8 matmuls with every granularity of scales and along each axis. Of 2400 cases, 300 are
+random fusions with fp8 matmuls.
 
-A case has one of four outcomes. `right`: within the bound of `hostir run --compare`. `refused`: before anything ran,
-with the message for sizes that do not divide, and for a true reason: this benchmark computes on its own which numbers
-of rows fit, with fractions of the program's extents. `wrong`: wrong numbers; a refusal of a size that fits, or with a
-wrong multiple; no refusal of a size that does not fit. `exception`: any other exception.
+A case has one of four outcomes:
+
+- `right`: the results are within the bound of `hostir run --compare`.
+- `refused`: before anything ran, the case was refused with the message for sizes that do not divide, and M really does
+  not fit. This benchmark computes independently which numbers of rows fit, with fractions of the program's extents.
+- `wrong`: numbers are wrong, a size that fits is refused, the message names a wrong multiple, or a size that does not
+  fit is accepted.
+- `exception`: any other exception was raised.
 """
 
 from __future__ import annotations
@@ -103,7 +109,7 @@ MULTIPLE = re.compile(r"error: .*fit.*: (\S+) must be a multiple of (?:\S+ = )?(
 
 @dataclass(frozen=True)
 class Cell:
-    """Combination of properties; every combination has the same number of cases."""
+    """A combination of properties. Each combination has the same number of cases."""
 
     pattern: str
     strategy: str
@@ -130,7 +136,7 @@ def cell_of(number: int) -> Cell:
 
 @dataclass(frozen=True)
 class Case:
-    """A fusion, its lowered program, and a number of rows `m`; `steps` is the number of times that it may round."""
+    """A fusion, its lowered program, and the number of rows, `m`. It rounds at most `steps` times."""
 
     number: int
     cell: Cell
@@ -143,7 +149,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """Outcome of a case, one of OUTCOMES, with details."""
+    """The outcome of a case, one of OUTCOMES, with details."""
 
     number: int
     cell: Cell
@@ -153,7 +159,7 @@ class Result:
 
 # Drawing ----------------------------------------------------------------------------------------------------------
 def drawn(seed: int, number: int) -> Case | None:
-    """Draw the case of this number; None if its strategy can lower no fusion of its cell."""
+    """Draw the case with this number; return None if its strategy can lower no fusion of its cell."""
     cell, random = cell_of(number), Random(f"{seed} {number}")
     for fusion in candidates(cell, random, 10_000 * seed + number // len(CELLS)):
         try:
@@ -170,7 +176,7 @@ def drawn(seed: int, number: int) -> Case | None:
 
 
 def candidates(cell: Cell, random: Random, batch: int) -> Iterator[Program]:
-    """Yield fusions of a cell; the case is the first one that can be lowered."""
+    """Yield fusions of a cell. The case uses the first fusion that can be lowered."""
     if cell.pattern in FIXED | FP8:
         yield from [fixed(cell, random)] if lowers(cell.pattern, cell.strategy, cell.ranks) else []
         return
@@ -207,7 +213,7 @@ def fixed(cell: Cell, random: Random) -> Program:
 
 @cache
 def lowers(pattern: str, strategy: str, ranks: int) -> bool:
-    """Return True if a strategy can overlap some communication of a pattern."""
+    """Return True if the strategy can lower the pattern. It may refuse a pattern in which it can overlap nothing."""
     try:
         with knobs.scope(spec=0):
             hi.lower(fixed(Cell(pattern, strategy, ranks, ""), Random(0)), strategy)
@@ -220,7 +226,7 @@ def lowers(pattern: str, strategy: str, ranks: int) -> bool:
 
 @lru_cache(maxsize=16)
 def batch_of(ranks: int, batch: int) -> list[Program]:
-    """Return random fusions with the symbol M; the arguments are the seed."""
+    """Return random fusions with the symbol M. The two arguments are the seed."""
     programs: list[Program] = []
     drawing = settings(phases=[Phase.generate], database=None, deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -236,7 +242,10 @@ def batch_of(ranks: int, batch: int) -> list[Program]:
 
 
 def rows(cell: Cell, program: Program, random: Random) -> int:
-    """Return a number of rows as `cell.rows` asks; if all numbers fit, a prime number stands for `does not`."""
+    """Return a number of rows of the class `cell.rows`.
+
+    For `does not`, it is a number that does not divide. If all numbers divide, it is a prime number.
+    """
     if cell.rows in ("M = 0", "M = 1"):
         return int(cell.rows[-1])
     least = multiple_of(program)
@@ -257,7 +266,7 @@ def exact(size: Size, m: int) -> Fraction:
 
 
 def cuts(program: Program) -> Iterator[tuple[Size, Size]]:
-    """Yield each extent that a program cuts into equal parts, and the number of parts; no slices of Stream axes."""
+    """Yield each extent that a program cuts into equal parts, and the number of parts. Stream axes do not count."""
     for statement in program.walk():
         for name, codec in codecs_of(type(statement)).items():
             if codec is Codec.SIZE:
@@ -275,13 +284,13 @@ def cuts(program: Program) -> Iterator[tuple[Size, Size]]:
 
 
 def fits(program: Program, m: int) -> bool:
-    """Return True if every extent that a program cuts into equal parts divides evenly."""
+    """Return True if every extent that a program cuts into equal parts divides evenly for `m` rows."""
     values = ((exact(extent, m), exact(parts, m)) for extent, parts in cuts(program))
     return all((extent / parts if parts else extent).denominator == 1 for extent, parts in values)
 
 
 def multiple_of(program: Program) -> int:
-    """Return the smallest positive number of rows that fits."""
+    """Return the smallest positive number of rows with which the program can run."""
     return next(m for m in range(1, MOST) if fits(program, m))
 
 
@@ -299,7 +308,7 @@ def outcome(case: Case, machine: str = "local") -> tuple[str, str]:
 
 
 def refusal(case: Case, text: str) -> tuple[str, str]:
-    """Judge a refusal: it must name the rule for sizes, the rule must be true, and the sizes must break it."""
+    """Judge a refusal: its message must name a multiple that M is not, and the program must need this multiple."""
     required = [(Size.of(name), int(multiple)) for name, multiple in MULTIPLE.findall(text)]
     if not required:
         return "exception", text
@@ -314,7 +323,7 @@ def refusal(case: Case, text: str) -> tuple[str, str]:
 
 
 def judged(case: Case, machine: str) -> tuple[str, str]:
-    """Run a case and compare its result; exceptions of the run pass through."""
+    """Run a case and compare its result with the reference. Exceptions of the run are not caught."""
     if not fits(case.program, case.m):
         run_misfit(case, machine)
         return "wrong", f"runs with M={case.m}, which does not fit"
@@ -353,7 +362,7 @@ def run(case: Case, inputs: Sequence[torch.Tensor], machine: str) -> Sequence[to
 
 
 def shapes(program: Program, sizes: dict[str, int]) -> list[tuple[Any, torch.Tensor]]:
-    """Return each output with a meta tensor of its shape."""
+    """Return each output with a meta tensor that has the output's shape."""
     return [
         (v, torch.empty([e.bind(sizes) for e in v.tensor.shape], device="meta", dtype=torch_dtype(v.tensor.dtype)))
         for v in program.outputs
@@ -365,7 +374,7 @@ def parts_of(x: torch.Tensor, type: TensorType, ranks: int, sizes: dict[str, int
 
 
 def run_misfit(case: Case, machine: str) -> None:
-    """Run with `case.m` rows; pass M as a size if some input's extent is then a fraction."""
+    """Run with `case.m` rows, which do not fit. If the extent of an input would be a fraction, pass M as a size."""
     shapes = [[exact(extent, case.m) for extent in v.tensor.shape] for v in case.program.inputs]
     inputs = [
         torch.randn([int(extent) for extent in shape]).to(torch_dtype(v.tensor.dtype))
@@ -376,7 +385,7 @@ def run_misfit(case: Case, machine: str) -> None:
 
 
 def tried(number: int, seed: int, machine: str = "local") -> Result | None:
-    """Draw and run one case; None if no case has this number."""
+    """Draw and run one case; return None if there is no case with this number."""
     cell = cell_of(number)
     try:
         case = drawn(seed, number)
@@ -390,12 +399,12 @@ def tried(number: int, seed: int, machine: str = "local") -> Result | None:
 
 # Simulated ranks --------------------------------------------------------------------------------------------------
 def several(numbers: Sequence[int], seed: int) -> list[Result]:
-    """Run the cases of these numbers; return the results of those that exist."""
+    """Run the cases with these numbers; return their results. Numbers without a case are left out."""
     return [result for n in numbers if (result := tried(n, seed))]
 
 
 def simulated(cases: int, seed: int, workers: int, seconds: float, first: int = 0) -> Iterator[Result]:
-    """Yield the results of at least `cases` cases, unless time is up. Case numbers go through all cells in turn."""
+    """Yield the results of at least `cases` cases, unless the time is up. Successive numbers are of different cells."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     spawn, last, remaining = multiprocessing.get_context("spawn"), time.monotonic() + seconds, cases
     with spawn.Pool(workers, torch.set_num_threads, (1,)) as pool, Progress(*columns) as progress:
@@ -454,13 +463,13 @@ def real(cases: int, seed: int, seconds: float, first: int = 0) -> list[Result]:
 
 # Reports ----------------------------------------------------------------------------------------------------------
 def counts(results: Iterable[Result]) -> str:
-    """Return the number of cases of each outcome that occurred, as text."""
+    """Return the number of cases with each outcome, as text. Outcomes without cases are left out."""
     numbers = Counter(result.outcome for result in results)
     return ", ".join(f"{numbers[o]} {o}" for o in OUTCOMES if numbers[o]) or "-"
 
 
 def grid(title: str, results: Sequence[Result], down: str, across: str) -> str:
-    """Return a table of the cases by two fields of their cells."""
+    """Return a table of the numbers of cases. `down` and `across` are fields of a cell: the rows and the columns."""
     lines: dict[tuple[Any, Any], list[Result]] = {}
     for result in results:
         lines.setdefault((getattr(result.cell, down), getattr(result.cell, across)), []).append(result)
@@ -498,7 +507,7 @@ def by_cell(results: Iterable[Result]) -> dict[str, dict[str, int]]:
 
 
 def totals(results: Iterable[Result]) -> str:
-    """Return the number of cases of each outcome, also if it is 0, as text."""
+    """Return the number of cases with each outcome, as text. Outcomes without cases are included."""
     numbers = Counter(result.outcome for result in results)
     return ", ".join(f"{numbers[o]} {o}" for o in OUTCOMES)
 

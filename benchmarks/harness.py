@@ -1,4 +1,4 @@
-"""Timing on several ranks: hostir and its peers in one process, with aligned starts, a flushed L2 and random data."""
+"""Time hostir and its peers on several ranks: in one process, with aligned starts, a flushed L2 and random data."""
 
 from __future__ import annotations
 
@@ -48,14 +48,15 @@ class Clock:
         self.line = symm_mem.rendezvous(space, dist.group.WORLD)
 
     def time(self, work: Callable[[], Any]) -> float:
-        """Return the time of one piece of work, by itself."""
+        """Return the time of a single piece of work."""
         return self.race({"": work})[""]
 
     def race(self, works: Mapping[Name, Callable[[], Any]]) -> dict[Name, float]:
-        """Return the time of each piece of work. They run in turn, so that drifting clocks and heat affect all equally.
+        """Return the time of each piece of work.
 
-        Each round runs every piece once, in a random order that is the same on all ranks: work that keeps the host busy
-        for long delays the next piece.
+        The pieces run in turn, so that clock drift and heat affect all equally. Each round runs every piece once, in a
+        random order that is the same on all ranks. The order is random because a piece that keeps the host busy for a
+        long time delays the next piece.
         """
         for work in works.values():
             for _ in range(WARM):
@@ -71,7 +72,7 @@ class Clock:
         return self.slowest({name: [time_of() for time_of in elapsed[name]] for name in works})
 
     def run(self, work: Callable[[], Any]) -> Callable[[], float]:
-        """Run once; return a function that gives the microseconds after the device has finished."""
+        """Run `work` once; return a function that returns the time in microseconds once the device has finished."""
         if self.device.type == "cpu":
             return WallClock().run(work)
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -83,7 +84,7 @@ class Clock:
         return lambda: start.elapsed_time(end) * 1e3
 
     def host(self, works: Mapping[Name, Callable[[], Any]]) -> dict[Name, float]:
-        """Return the host time of each piece of work while the device is idle."""
+        """Return the time that the host takes to issue each piece of work. The device is idle when the work begins."""
         spans: dict[Name, list[float]] = {name: [] for name in works}
         for name, work in works.items():
             for _ in range(CALLS):
@@ -95,7 +96,7 @@ class Clock:
         return self.slowest(spans)
 
     def slowest(self, times: Mapping[Name, list[float]]) -> dict[Name, float]:
-        """Return the maximum over the ranks of each median."""
+        """Return the median of each list of times, on the rank where it is largest."""
         medians = torch.tensor([statistics.median(runs) for runs in times.values()], device=self.device)
         dist.all_reduce(medians, op=dist.ReduceOp.MAX)
         return {name: round(t, 1) for name, t in zip(times, medians.tolist(), strict=True)}
@@ -139,8 +140,8 @@ def environment() -> dict[str, Any]:
 def commit() -> str:
     """Return the commit of the measured code: `BENCHMARK_COMMIT`, or else the commit that git names.
 
-    A copy of the working tree on another machine may lack the history of the repository, or have another one. To
-    measure there, set `BENCHMARK_COMMIT`.
+    On another machine, the working tree may be a copy without the history of the repository, or with another history.
+    To measure there, set `BENCHMARK_COMMIT`.
     """
     if name := os.environ.get("BENCHMARK_COMMIT"):
         return name

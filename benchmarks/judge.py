@@ -1,16 +1,16 @@
-"""Run programs that the checker accepts on real CPU processes, one of them slow, and compare their results.
+"""Run programs that the checker accepts on real CPU processes, one of which is slow, and compare the results.
 
     python -m benchmarks.judge --programs 100                                    a first look
     python -m benchmarks.judge --programs 2000 --compiled --out benchmarks/results/judge    all correct programs
     python -m benchmarks.judge --programs 0 --mutants 4000 --calls-by-hand 0     mutants of compiled programs
     python -m benchmarks.judge --programs 100 --promise one_stream               a checker with a wrong assumption
 
-The programs run on processes (`tests/judging/real_ranks.py`). They are random programs that the checker accepts, with
-little synchronisation (`tests/judging/random_programs.py`), the hand-written programs of
-`tests/cases/counterexamples`, and every pattern, lowered (`tests/judging/mutation.py`). Outputs must have the bits that
-simulated ranks give in program order. The mutants (`tests/judging/mutants.py`) that the checker accepts must have the
-right bits too: they go wrong if the checker assumes an order that processes do not guarantee. Their verdicts can be
-saved in a file, as in `benchmarks.mutation`, and a later call with the same file continues.
+The programs run on processes (`tests/judging/real_ranks.py`). There are random programs that the checker accepts and
+that have little synchronisation (`tests/judging/random_programs.py`), the hand-written programs of
+`tests/cases/counterexamples`, and every pattern, lowered (`tests/judging/mutation.py`). Outputs must have the same bits
+as on simulated ranks in program order. This also holds for mutants (`tests/judging/mutants.py`) that the checker
+accepts. If the checker assumes an order that processes do not guarantee, some of them give other results. The verdicts
+on mutants can be saved in a file, as in `benchmarks.mutation`. A later call with the same file continues.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Done:
-    """Outcome of some work: the number of programs that ran, and a description and the text of each wrong one."""
+    """The outcome of some work: the number of programs that ran, and description and text of each wrong program."""
 
     work: Work
     run: int
@@ -94,9 +94,9 @@ def tried(work: Work) -> Done:
 def in_batches(
     pool: Pool, function: Callable[[Item], Outcome], works: Iterable[Item], workers: int, last: float
 ) -> Iterator[Outcome]:
-    """Yield the outcome of a function for each item, in any order; start no item after the time `last`.
+    """Yield the results of a function for the items, in any order. No item is started after the time `last`.
 
-    Items that have begun are finished, because a killed worker would leave its job of ranks behind.
+    Items that have begun are finished: if a worker were killed, the processes of its ranks would go on.
     """
     left = iter(works)
     while time.monotonic() <= last and (batch := list(islice(left, workers))):
@@ -104,7 +104,7 @@ def in_batches(
 
 
 def at_random(options: argparse.Namespace) -> Iterator[Done]:
-    """Run at least `--programs` random programs, with the same number of seeds on 2, 3 and 4 ranks."""
+    """Run at least `--programs` random programs. 2, 3 and 4 ranks get equally many seeds."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     works = (
         Work(ranks, options.first + CHUNK * n, CHUNK, options.calls, options.patience, options.promise)
@@ -125,7 +125,7 @@ def at_random(options: argparse.Namespace) -> Iterator[Done]:
 
 
 def by_hand(calls: int, patience: float) -> Iterator[tuple[Program, str, int, int, str]]:
-    """Yield each hand-written program, the checker's verdict, the numbers of calls and of wrong calls, and a reason."""
+    """Yield each hand-written program, its verdict, the numbers of calls and of wrong calls, and an error."""
     for path in sorted(HAND_WRITTEN.glob("*.hir")):
         program = hi.parse(path.read_text(), path.name)
         sizes = SIZES.get(program.name, {})
@@ -140,7 +140,7 @@ def by_hand(calls: int, patience: float) -> Iterator[tuple[Program, str, int, in
 
 
 def compiled(options: argparse.Namespace) -> list[list[str]]:
-    """Return a row for each name of a compiled program: the numbers of programs and calls, and the wrong ones."""
+    """Run the compiled programs; return a row for each name with the numbers of programs and calls, and the errors."""
     cases = [Case(program, seed, options.calls) for seed, program in enumerate(originals())]
     works = [cases[at : at + CHUNK] for at in range(0, len(cases), CHUNK)]
     counts, wrong = Counter[str](), dict[str, list[str]]()
@@ -158,7 +158,10 @@ def compiled(options: argparse.Namespace) -> list[list[str]]:
 
 
 def of_mutants(mutants: Sequence[Mutant], calls: int, patience: float) -> list[tuple[Mutant, mutation.Verdict | None]]:
-    """Check mutants and run the accepted ones on processes. Return their verdicts; None if a text cannot be parsed."""
+    """Check mutants, and run the accepted ones on processes; return their verdicts.
+
+    The verdict is None for a text that cannot be parsed.
+    """
     refused: list[tuple[Mutant, mutation.Verdict | None]] = []
     cases: dict[Mutant, Case] = {}
     for mutant in mutants:
@@ -176,7 +179,10 @@ def of_mutants(mutants: Sequence[Mutant], calls: int, patience: float) -> list[t
 
 
 def mutated(options: argparse.Namespace) -> list[mutation.Verdict]:
-    """Judge a sample of mutants of compiled programs, as many of each kind of edit, until the time is over."""
+    """Judge a sample of mutants of compiled programs until the time is over.
+
+    The sample has about equally many mutants of each kind of edit.
+    """
     kept, chosen = (
         Kept(options.verdicts, calls_on_processes=options.calls),
         sample(every_mutant(originals()), options.mutants),
@@ -197,7 +203,7 @@ def mutated(options: argparse.Namespace) -> list[mutation.Verdict]:
 
 
 def by_kind(verdicts: Sequence[mutation.Verdict], calls: int) -> list[list[str]]:
-    """Return a row for each kind of edit, and one for all."""
+    """Return a row for each kind of edit, and a row for all mutants."""
     kinds = sorted({v.mutant.operator for v in verdicts})
     by_operator = ((kind, [v for v in verdicts if v.mutant.operator == kind]) for kind in kinds)
     groups = [("all mutants", verdicts), *by_operator]
@@ -211,7 +217,7 @@ def by_kind(verdicts: Sequence[mutation.Verdict], calls: int) -> list[list[str]]
 
 
 def counted(done: Iterable[Done]) -> list[list[str]]:
-    """Return a row for each number of ranks, and one for all."""
+    """Return a row for each number of ranks, and a row for all programs."""
     every = list(done)
     rows = []
     for name, some in (*((str(r), [d for d in every if d.work.ranks == r]) for r in RANKS), ("all", every)):

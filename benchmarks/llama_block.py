@@ -3,20 +3,21 @@
     torchrun --standalone --nproc-per-node 2 -m benchmarks.llama_block --out benchmarks/results/llama_block
     torchrun --standalone --nproc-per-node 2 -m benchmarks.llama_block --models 70B --tokens 8192 --out /tmp/block
 
-By default each rank has the widths of a rank of 8: heads, kv heads and the FFN are divided by 8 whatever the number of
-ranks, the tokens by the number of ranks. `--of 0` divides all of them by the number of ranks.
+By default each rank has the same widths as one of 8 ranks: heads, kv heads and the hidden size of the FFN are divided
+by 8, for any number of ranks. Only the tokens are divided by the number of ranks. `--of 0` divides all of them by the
+number of ranks.
 
-A step is one forward and backward, issued by Python or replayed from one CUDA graph. Times are the maximum over ranks.
-A *way* is one implementation of the block. Each way is compiled, timed and profiled before the next one is compiled,
-so its configuration and its compiled code stay in place. A step that compiles again while it is timed fails. A profile
-of a step shows the fused operators that it runs. A way fails if it does not run the operators in its name, or if it
-runs others.
+A step is one forward and one backward pass, issued by Python or replayed from one CUDA graph. Times are the maximum
+over ranks. A *way* is one implementation of the block. Each way is compiled, timed and profiled before the next one is
+compiled, so that its configuration and its compiled code stay in place. A step that compiles again while it is timed
+fails. A profile of a step shows the fused operators that it runs. A way fails if it does not run the operators in its
+name, or if it runs others.
 
-`alone` is the same way on a mesh of one rank: the same parameters of this rank and all the tokens, without any
-communication. It is timed in turn with the way. `exposed` is the difference: the communication that the way does not
-hide. Host time is the time of an issued step on the host while the device is idle. Memory is the peak of a step without
-the parameters. Errors of gradients are relative to DTensor in f32, as multiples of the error of DTensor in bf16;
-a way whose error is too large fails. Errors in fp8 are some ten times as large.
+`alone` is the same way on a mesh of one rank, without communication. It has this rank's part of the parameters, and all
+tokens. It is timed in turn with the way. `exposed` is the time of the way minus `alone`: the communication that the way
+does not hide. Host time is the time in which the host issues a step while the device is idle. Memory is the peak memory
+of a step, without the parameters. The error of gradients is relative to DTensor in f32, and is printed as a multiple of
+the error of DTensor in bf16. A way whose error is too large fails. Errors in fp8 are about ten times as large.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ DTENSOR = {
 
 
 class Gathered(torch.autograd.Function):
-    """Linear layers on a gathered input, with gradients."""
+    """Linear layers after an all-gather of their input, with gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -105,7 +106,7 @@ class Gathered(torch.autograd.Function):
 
 
 class Scattered(torch.autograd.Function):
-    """Linear layer with a reduce-scatter of its output, with gradients."""
+    """A linear layer before a reduce-scatter of its output, with gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, weight: Tensor) -> Tensor:
@@ -126,7 +127,7 @@ SCATTER = {"cuda": ops.fused_matmul_reduce_scatter, "cpu": symm_mem._fused_matmu
 
 
 def gathered(x: Tensor, bs: list[Tensor], group: dist.ProcessGroup) -> tuple[Tensor, Sequence[Tensor]]:
-    """Return the gathered tokens, and their matmuls with each of `bs`. On one rank nothing is gathered."""
+    """All-gather the tokens; return them, and their products with each of `bs`. On one rank nothing is gathered."""
     if group.size() == 1:
         return x, [x @ b for b in bs]
     full, products = GATHER[x.device.type](x, bs, 1, group.group_name)
@@ -142,7 +143,7 @@ def scattered(x: Tensor, b: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class Operators(nn.Module):
-    """A block on torch's fused operators, with this rank's shards of the parameters."""
+    """A block that runs torch's fused operators on this rank's shards of the parameters."""
 
     def __init__(self, block: Block, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -179,7 +180,7 @@ class Case:
     dy: Tensor
 
     def mine(self, x: Tensor) -> Tensor:
-        """Return this rank's tokens."""
+        """Return this rank's part of a tensor of all tokens."""
         return x.chunk(self.mesh.size(), 1)[self.mesh.get_local_rank()].contiguous()
 
     def parallel(self, plan: Any, compiled: bool = False, dtype: torch.dtype | None = None) -> nn.Module:
@@ -203,7 +204,7 @@ def as_local(x: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def async_tp(case: Case) -> Iterator[None]:
-    """Enable torch's async TP: its flag, and a deprecated call that it still needs."""
+    """Enable torch's async TP: set its flag, and make the deprecated call that it still needs."""
     if case.x.device.type != "cuda":
         raise RuntimeError("async TP is for CUDA")
     with warnings.catch_warnings(), inductor.patch(_micro_pipeline_tp=True):
@@ -231,7 +232,7 @@ class Way:
     most: float = MOST_OF_BF16
 
     def check(self, operators: Counter[str]) -> None:
-        """Raise if a step that ran these operators is not a step of this way."""
+        """Raise unless the operators that a step has run are the operators of this way."""
         others = [name for name in operators if not (self.runs and name.startswith(self.runs))]
         if others:
             raise RuntimeError(f"the step that was timed ran {', '.join(others)}, which is not of this way")
@@ -306,7 +307,7 @@ class Step:
 
 
 class FailedError(Exception):
-    """Error: a way failed. All ranks raise it, with the first failing rank and its reason."""
+    """Raised on all ranks if a way failed, with the first failing rank and its reason."""
 
 
 @dataclass
@@ -351,7 +352,7 @@ class Bench:
             write(self.options.out, "A block of Llama-3, forward and backward", report(self.rows), {"rows": self.rows})
 
     def measure(self, model: str, tokens: int, make: Callable[[], Case]) -> None:
-        """Measure a case, way by way."""
+        """Measure a case, one way after another."""
         ranks = self.options.of
         widths = f"widths of a rank of {ranks}" if ranks else "full widths"
         row: dict[str, Any] = {"model": model, "tokens": tokens, "widths": widths, "ways": {}, "failed": {}}
@@ -406,7 +407,7 @@ class Bench:
 
 
 def cases(options: argparse.Namespace, mesh: DeviceMesh) -> Iterator[tuple[str, int, Callable[[], Case]]]:
-    """Yield models, numbers of tokens, and functions that make the case."""
+    """Yield each model and number of tokens, with a function that returns the case."""
     for model, tokens in ((model, int(n)) for model in options.models.split(",") for n in options.tokens.split(",")):
         yield model, tokens, partial(case_of, options, mesh, model, tokens)
 
@@ -424,7 +425,7 @@ def case_of(options: argparse.Namespace, mesh: DeviceMesh, model: str, tokens: i
 
 
 def warmed(case: Case, way: Way) -> Step:
-    """Return a way's step after STEPS steps, so that everything is compiled, and until hostir tries no candidates."""
+    """Run a way until everything is compiled and hostir tries no more candidates; return its step."""
     hostir.torch.report(clear=True)
     step = Step(case, way.make(case), way.dtensors)
     for number in range(MOST_CALLS):
@@ -436,14 +437,14 @@ def warmed(case: Case, way: Way) -> Step:
 
 
 def gradients(case: Case, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Return DTensor's gradients."""
+    """Return the gradients that DTensor computes in `dtype`."""
     step = Step(case, case.parallel(DTENSOR, dtype=dtype), True)
     step()
     return step.gradients()
 
 
 def off(result: Tensor, true: Tensor) -> float:
-    """Return the relative error of gradients."""
+    """Return the error of gradients, relative to the norm of the true gradients."""
     return float((result - true).norm() / true.norm())
 
 
@@ -462,7 +463,7 @@ def forget() -> None:
 
 
 def exposed(way: dict[str, Any], mode: str) -> float | None:
-    """Return the microseconds of communication that a way does not hide; None if a time is missing."""
+    """Return the microseconds of communication that a way does not hide in a mode; None if a time is missing."""
     times = way[mode]
     return times["step"] - times["alone"] if times.keys() >= {"step", "alone"} else None
 

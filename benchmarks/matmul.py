@@ -1,18 +1,18 @@
-"""hostir's Triton matmul against torch.matmul (cuBLAS) on one GPU: the local products of tensor-parallel Llama layers.
+"""Compare hostir's Triton matmul with torch.matmul (cuBLAS) on one GPU: products of tensor-parallel Llama layers.
 
     python -m benchmarks.matmul --out benchmarks/results/matmul [--b both] [--fp8] [--sweep]
 
-For each shape it compares the results with float64, then times them in turn by CUDA events, with random bfloat16 data
-and a flushed L2. A ratio above 1 means that cuBLAS is faster.
+For each shape, the benchmark compares both results with float64. Then it times both matmuls in turn by CUDA events,
+with random bfloat16 data and a flushed L2. A ratio above 1 means that cuBLAS is faster.
 
---fp8 is for fp8 matmuls at the widths of 70B: with scales of tensors, of rows and of blocks, and tensor cores that sum
-all of K (fast) or 128 elements at a time. The library is torch._scaled_mm; where it does not run,
-there is no ratio. With --sweep all tiles of the table, and some others, are timed.
+--fp8 measures fp8 matmuls at the widths of 70B, with tensor-wise, row-wise and block-wise scales. Tensor cores sum all
+of K (fast) or 128 elements at a time. torch._scaled_mm takes the place of torch.matmul. If it does not run, there is no
+ratio. With --sweep, all tiles of the table and some others are timed.
 
-Without --fp8, --sweep is for the matmuls after an all-gather only. It compares many more tiles (with and without split
-tiles, several group sizes, several depths of the pipeline) with float64. It times them briefly, and the best of them
-again, which shows how well `choose` chooses. For the best tile it also measures how long the kernel runs on after the
-last of 8 blocks of rows arrives late.
+Without --fp8, --sweep measures only the matmuls after an all-gather. It compares the results of many more tiles with
+float64: with and without split tiles, and with several group sizes and depths of the pipeline. It times all tiles
+briefly, and the best of them again. This shows whether `choose` chooses a good tile. For the best tile, it also delays
+the last of 8 blocks of rows, and measures how long the kernel runs after this block has arrived.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ COLUMNS = ("b", "cublas_us", "ours_us", "ratio", "tflops", "tile")
 
 
 class Clock:
-    """Times pieces of GPU work in turn, so that drifting clocks affect all equally."""
+    """Times pieces of GPU work in turn, so that clock drift affects all equally."""
 
     def __init__(self) -> None:
         self.flush = torch.empty(L2_FLUSH, dtype=torch.uint8, device="cuda")
@@ -91,7 +91,10 @@ class Clock:
         return [median(pairs) for pairs in events]
 
     def tail(self, work: Callable[[ReadyFlags], object], late: float, repeats: int) -> float:
-        """Return the median time from the last block's arrival (of `BLOCKS`, `late` us after the start) to the end."""
+        """Return the median time from the arrival of the last of BLOCKS blocks to the end of the kernel.
+
+        The last block arrives `late` microseconds after the kernel could start.
+        """
         flags = torch.zeros(BLOCKS, dtype=torch.int32, device="cuda")
         epochs = torch.arange(repeats + 2, dtype=torch.int32).pin_memory()
         ready, side, pairs = ReadyFlags(flags, 0, no_timeouts(BLOCKS, "cuda")), torch.cuda.Stream(), []
@@ -115,7 +118,7 @@ class Clock:
         return median(pairs[1:])
 
     def _cycles(self) -> float:
-        """Return the cycles of `torch.cuda._sleep` in a microsecond."""
+        """Return the number of cycles of `torch.cuda._sleep` in a microsecond."""
         pairs = [(event(), event()) for _ in range(5)]
         for start, end in pairs:
             start.record()
@@ -130,19 +133,19 @@ def event() -> torch.cuda.Event:
 
 
 def median(pairs: Sequence[tuple[torch.cuda.Event, torch.cuda.Event]]) -> float:
-    """Return the median time between two events, in microseconds."""
+    """Return the median time between the two events of each pair, in microseconds."""
     return statistics.median(start.elapsed_time(end) for start, end in pairs) * 1e3
 
 
 class Judge:
-    """Judge of the results of one matmul: against float64, they must be about as accurate as cuBLAS's."""
+    """Compares results of a matmul with float64. They must be about as accurate as the result of cuBLAS."""
 
     def __init__(self, exact: torch.Tensor, cublas: torch.Tensor) -> None:
         self.exact = exact
         self.worst, self.mean = self._errors(cublas)
 
     def check(self, name: str, out: torch.Tensor, mean_too: float = 1.01) -> None:
-        """End the program if `out` is wrong: the limit of the mean error is a multiple of cuBLAS's."""
+        """End the program if `out` is wrong. Its mean error may be `mean_too` times the mean error of cuBLAS."""
         worst, mean = self._errors(out)
         if not (worst <= 1.1 * self.worst + 1e-6 and mean <= mean_too * self.mean + 1e-9):
             sys.exit(f"{name}: WRONG: error at most {worst}, on average {mean}; cuBLAS {self.worst}, {self.mean}")
@@ -188,7 +191,7 @@ def variants(M: int, N: int, sms: int, *, descriptors: bool) -> list[Tile]:
 
 
 def measure(M: int, N: int, K: int, major: str, clock: Clock, options: argparse.Namespace) -> dict[str, Any]:
-    """Check and time one shape, for b `[K, N]` stored by rows or by columns."""
+    """Check and time one shape. `b`, `[K, N]`, is stored by rows or by columns, as `major` says."""
     a = torch.randn(M, K, device="cuda").to(DTYPE)
     b = torch.randn(K, N, device="cuda").to(DTYPE)
     right = b if major == "row" else b.t().contiguous().t()
@@ -249,7 +252,7 @@ def measure(M: int, N: int, K: int, major: str, clock: Clock, options: argparse.
 def measure_scaled(
     M: int, N: int, K: int, scaled: str, fast: bool, clock: Clock, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Check and time one fp8 matmul, with b stored by columns, as both kernels read it."""
+    """Check and time one fp8 matmul. `b` is stored by columns, because both kernels read it along K."""
     a, b = torch.randn(M, K, device="cuda").to(FP8), torch.randn(N, K, device="cuda").to(FP8).t()
     shapes = {"tensor": ((1, 1), (1, 1)), "rows": ((M, 1), (1, N)), "blocks": ((M, K // 128), (K // 128, N // 128))}
     scales = [torch.rand(shape, device="cuda") + 0.5 for shape in shapes[scaled]]
@@ -308,7 +311,7 @@ def measure_scaled(
 
 
 def compile_together(works: Sequence[Callable[[], object]]) -> None:
-    """Run each piece of work once, in threads: compiling takes seconds."""
+    """Run each piece of work once. The pieces run in threads, because compiling takes seconds."""
     with ThreadPoolExecutor(initializer=torch.cuda.synchronize) as pool:
         for done in [pool.submit(work) for work in works]:
             done.result()

@@ -4,12 +4,12 @@
     torchrun --standalone --nproc-per-node 2 -m benchmarks.matmul_all_reduce --decode --out benchmarks/results/decode
     torchrun --standalone --nproc-per-node 2 -m benchmarks.matmul_all_reduce --device cpu --shrink 64 --rows 70B:2048
 
-Rows are the second weights of the MLPs of Llama 3 with tensor parallelism 8, of 70B unless others are named. floor =
-max(cuBLAS alone, the best all-reduce alone), and a score is floor/time, as for `benchmarks.matmul_reduce_scatter`.
-With few rows, hostir must be as fast as the best peer of the same mode.
+A row of the table is a shape: the second weight of the MLP of Llama 3 with tensor parallelism 8. By default the model
+is 70B. floor = max(cuBLAS alone, the best all-reduce alone), and a score is floor/time, as for
+`benchmarks.matmul_reduce_scatter`. With few rows, hostir must be as fast as the best peer of the same mode.
 
-With `--decode`, 80 layers of an MLP with replicated input and output run one after another, each with its own weights:
-the loop of a decoder without its attention, in one CUDA graph. hostir calls one program for each layer.
+With `--decode`, 80 MLPs with replicated input and output run one after another in one CUDA graph, each with different
+weights. This is the loop of a decoder without attention. hostir calls one program for each layer.
 
 The peers:
 
@@ -84,7 +84,7 @@ class Operands(Subject):
         a: `[M, K]`, this rank's columns.
         b: `[K, N]`, this rank's rows; stored by columns, like the weight of a linear layer.
         part: `[M, N]`, this rank's partial sum; on GPUs in symmetric memory.
-        zeros: `[M, N]` in symmetric memory, for all-reduces that are timed by themselves; its sums stay 0.
+        zeros: `[M, N]` in symmetric memory, for all-reduces that are timed alone. Its sums stay 0.
         c: `[M, N]`, the result.
     """
 
@@ -144,13 +144,13 @@ class Operands(Subject):
 
 
 class Decoder(Subject):
-    """Layers of an MLP one after another, each `x + gelu(x @ w1) @ w2`, on few rows.
+    """MLP layers that run one after another on few rows. Each layer computes `x + gelu(x @ w1) @ w2`.
 
     Fields:
         x: `[M, N]`, the same on every rank.
         weights: this rank's `w1`, `[N, K]`, and `w2`, `[K, N]`, of each layer.
         part: `[M, N]`, a partial sum; on GPUs in symmetric memory.
-        results: two buffers, for the results of every other layer.
+        results: two buffers that the layers use in turn for their results.
     """
 
     def __init__(self, row: Row, dtype: torch.dtype, job: Session, *, layers: int) -> None:
@@ -162,7 +162,7 @@ class Decoder(Subject):
         self.renew()
 
     def weight(self, columns: int, rows: int, scale: float) -> torch.Tensor:
-        """Return a random weight, stored by columns. With a small `scale` each layer changes x only a little."""
+        """Return a random weight, stored by columns. If `scale` is small, a layer changes x only a little."""
         return (scale * torch.randn(columns, rows, device=self.device) / rows**0.5).to(self.dtype).t()
 
     def about(self) -> Result:
@@ -230,7 +230,7 @@ class Decoder(Subject):
 
 
 def modes_of(subject: Subject) -> tuple[str, ...]:
-    """Return the modes to measure: CPU processes have no CUDA graphs."""
+    """Return the modes to measure. Without CUDA graphs, on a CPU, `eager` is the only one."""
     return ("eager", GRAPH) if subject.on_gpu else ("eager",)
 
 

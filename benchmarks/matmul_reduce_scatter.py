@@ -6,22 +6,23 @@
     torchrun --standalone --nproc-per-node 2 -m benchmarks.matmul_reduce_scatter --device cpu --shrink 64 --rows 8B:2048
     python -m benchmarks.chart benchmarks/results/rs_2.json rs.svg
 
-Rows are the second weights of the MLPs of Llama 3 8B, 70B and 405B with tensor parallelism 8 (on fewer ranks, K of a
-rank stays the same). With `--shapes odd` they are shapes that no kernel was tuned for. floor = max(cuBLAS alone, the
-best reduce-scatter alone). The reduce-scatter is NCCL's, or torch's by copy engines, eager or from a graph. A score is
-floor/time. hostir's score is the score of `hi.compile` after its trial, with `out=`: an eager call if the program uses
-NCCL, otherwise a replay. The table also compares it with the fastest peer of the same mode. The slices of a pipeline
-are an axis of A and of the result, outside of the ranks.
+A row of the table is a shape: the second weight of the MLP of Llama 3 8B, 70B or 405B with tensor parallelism 8. K is
+the number of columns of A on one rank, which stays the same on fewer ranks. With `--shapes odd` the rows are shapes
+that no kernel was tuned for. floor = max(cuBLAS alone, the best reduce-scatter alone). The reduce-scatter is NCCL's, or
+torch's by copy engines, eager or from a graph. A score is floor/time. For hostir, a call with `out=` of what
+`hi.compile` has chosen in its trial is scored: an eager call if the program uses NCCL, otherwise a replay. The table
+also compares this call with the fastest peer of the same mode. In a pipeline, the axis of the slices is outside the
+axis of the ranks, in A and in the result.
 
 The peers:
 
     NCCL + cuBLAS   torch.matmul, then reduce_scatter_tensor
     torch fused     torch.ops.symm_mem.fused_matmul_reduce_scatter
 
-With `--as-rank-of R`, two GPUs emulate two of R ranks. Each computes the blocks of rows of R ranks, sends all blocks
-but its own to the other GPU, one after another with a flag after each, and adds up R blocks. Three things differ from R
-ranks: the barrier and the credits are between two ranks, no rank lags behind the others, and there are no peers to
-compare with. The floor is cuBLAS alone, or the copies alone.
+With `--as-rank-of R`, two GPUs emulate two of R ranks. Each GPU computes one block of rows for each of the R ranks. It
+sends all blocks but its own to the other GPU, one after another with a flag after each, and adds up R blocks. Three
+things differ from R ranks: the barrier and the credits are between two ranks, no rank lags behind the others, and there
+are no other implementations to compare with. The floor is cuBLAS alone, or the copies alone.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def low_contention(part: torch.Tensor) -> torch.Tensor:
 
 
 def row_parallel(ranks: int, M: int, N: int, K: int, dtype: str) -> hi.Fusion:
-    """Return the fusion of plain matrices, without a Stream axis: A and B are sharded on K, the result on its rows."""
+    """Return a fusion of plain matrices without a Stream axis. A and B are sharded on K, the result on its rows."""
     with hi.Fusion("matmul_reduce_scatter") as fusion:
         a, b = hi.tensor("a", [M, K], dtype), hi.tensor("b", [K, N], dtype)
         c = a @ b
@@ -158,7 +159,7 @@ class Operands(Subject):
         return self.sliced[slices], self.b
 
     def in_slices(self, slices: int) -> torch.Tensor:
-        """Return A as `[slices, ranks, rows, K]`, with each rank's rows in slices."""
+        """Return A as `[slices, ranks, rows, K]`: the rows for each rank are cut into slices."""
         return self.a.view(self.ranks, slices, -1, self.row.K).transpose(0, 1)
 
     def out(self, slices: int) -> torch.Tensor:
@@ -170,8 +171,8 @@ class Way:
     """The way in which an emulated rank computes its blocks of rows and sends them.
 
     Fields:
-        strategy: `ring`: one matmul for each block; `fused`: one matmul that raises a flag after each block; `push`:
-            one matmul, and then copies by SMs.
+        strategy: `ring` runs one matmul for each block. `fused` runs one matmul, which raises a flag after each block.
+            `push` runs one matmul, and then copies by SMs.
         kernels: the kernels that multiply and add.
         pieces: the number of pieces in which a block is sent.
     """
@@ -194,9 +195,11 @@ WAYS = tuple(
 def program_text(row: Row, ranks: int, way: Way, dtype: str, operands: str = "", product: str = "matmul %a, %b") -> str:
     """Return the program of two ranks that emulate two of `ranks` ranks.
 
-    `operands` and `product` are the inputs and the matmul; by default a plain matmul. A rank at place %r computes the
-    blocks of the following places first, and its own block last. It sends all blocks but its own to the peer at place
-    1 - %r. The i-th block goes to the slot of the rank from which place 1 - %r would get its i-th block.
+    `operands` is the text of the inputs, and `product` is the text of the matmul; by default a plain matmul. The rank
+    at position %r first computes the blocks for the positions after %r, and at the end its own block. It sends all
+    blocks but its own to the peer, which has the position p = 1 - %r. In a team of `ranks` ranks, the rank at position
+    p - 1 - i (modulo `ranks`) would send the peer its i-th block, counted from 0. So the i-th block goes to the slot of
+    that rank.
     """
     m, n, pieces = row.M // ranks, row.N, way.pieces
     block, slot = f"(%r + %i + 1) % {ranks}", f"((%r + 1) % 2 + {ranks - 1} - %i) % {ranks}"
@@ -212,7 +215,7 @@ def program_text(row: Row, ranks: int, way: Way, dtype: str, operands: str = "",
     by_rows = [name for name in ("%a", "%scale_a") if f"{name}," in product]
 
     def cut(place: str, suffix: str) -> list[str]:
-        """Return the matmul of a block of rows, without its output."""
+        """Return the statements of the matmul of a block of rows. The last one is a matmul without its output."""
         views = [f"{name}_{suffix} = chunk {name}[{place} of {ranks}] axis 0" for name in by_rows]
         return [*views, re.sub(r"%(a|scale_a),", rf"%\1_{suffix},", product)]
 
@@ -266,7 +269,7 @@ def program_text(row: Row, ranks: int, way: Way, dtype: str, operands: str = "",
 
 
 class EmulatedRank(Subject):
-    """The subject of a row on a rank that emulates one of more ranks.
+    """The tensors of a row on one of two ranks that emulate a larger team.
 
     Fields:
         c: `[M / ranks, N]`, this rank's block of rows: the sum of its own block and the blocks from the peer.
@@ -276,29 +279,32 @@ class EmulatedRank(Subject):
     multiply: Callable[[], object]
 
     def emulate(self, ranks: int) -> None:
-        """Let this rank emulate one of `ranks` ranks."""
+        """Make this rank emulate one of `ranks` ranks."""
         self.ranks = ranks
         self.c = torch.empty(self.row.M // ranks, self.row.N, dtype=self.dtype, device=self.device)
         self.slots = self.shared(ranks, *self.c.shape)
         self.peer_slots = self.of_peer(self.slots, 1 - self.rank) if self.on_gpu else torch.empty_like(self.slots)
 
     def product(self) -> torch.Tensor:
-        """Return this rank's matmul, `[M, N]`."""
+        """Return the result of this rank's matmul, `[M, N]`."""
         raise NotImplementedError
 
     def exact_rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return some rows of the matmul in float64."""
+        """Return some rows of the result of this rank's matmul, in float64."""
         raise NotImplementedError
 
     def program(self, way: Way) -> str:
-        """Return the text of a program for a row."""
+        """Return the text of the program for a way."""
         raise NotImplementedError
 
     def about(self) -> Result:
         return {**super().about(), "emulated_on": 2}
 
     def judge(self) -> Judge:
-        """Return the judge of the sum: this rank's own block, and all blocks of the peer except the peer's own."""
+        """Return the judge of the sum.
+
+        Its terms are this rank's own block, and all blocks of the peer except the peer's own block.
+        """
         m = self.row.M // self.ranks
         random_rows = torch.randint(m, (32,), generator=torch.Generator().manual_seed(m))  # the same on both ranks
         sample = torch.cat([torch.tensor([0, m - 1]), random_rows]).unique().to(self.device)
@@ -316,7 +322,7 @@ class EmulatedRank(Subject):
         return {"gemm": self.multiply, "copies": self.push}
 
     def push(self) -> None:
-        """Copy the same number of blocks to the peer, without waiting for them."""
+        """Copy as many blocks to the peer as the programs do, without synchronization."""
         for block, slot in zip(self.part.chunk(self.ranks)[1:], self.peer_slots[1:], strict=True):
             slot.copy_(block)
 
@@ -332,7 +338,7 @@ class EmulatedRank(Subject):
 
 
 class EmulatedOperands(EmulatedRank, Operands):
-    """A row's tensors on a rank that emulates one of more ranks."""
+    """The operands of a row on one of two ranks that emulate a larger team."""
 
     def __init__(self, row: Row, dtype: torch.dtype, job: Session, *, ranks: int) -> None:
         super().__init__(row, dtype, job)

@@ -4,11 +4,10 @@
     torchrun --standalone --nproc-per-node 2 -m benchmarks.mlp --gated
     torchrun --standalone --nproc-per-node 2 -m benchmarks.mlp --device cpu --shrink 64 --rows 70B:2048
 
-Rows are the MLPs of Llama 3 with tensor parallelism 8, with gelu. With `--gated` the activation is
-silu(x @ gate) * (x @ up), as in Llama. The floor is the time of the computation alone, or of the
-all-gather and the reduce-scatter one after the other; the longer one counts. hostir's score is the score of
-`hi.compile` after its trial, with `out=`.
-The slices of a pipeline are an axis outside of the ranks.
+A row of the table is an MLP of Llama 3 with tensor parallelism 8, with gelu. With `--gated` the activation is silu(x @
+gate) * (x @ up), as in Llama. floor = max(the computation alone, the all-gather and the reduce-scatter one after the
+other). For hostir, a call with `out=` of what `hi.compile` has chosen in its trial is scored. In a pipeline, the axis
+of the slices is outside the axis of the ranks.
 
 The peers:
 
@@ -35,7 +34,10 @@ OTHERS = tuple(model for model in BENCHMARKS["mlp"].models if model != FIRST[0])
 
 
 def mlp(ranks: int, slices: int, M: int, K: int, H: int, dtype: str, *, gated: bool) -> hi.Fusion:
-    """Return the fusion of an MLP on `[M, K]`; with slices on `[slices, ranks, rows, K]`, with a Stream axis."""
+    """Return the fusion of an MLP on `[M, K]`. With several slices, x is `[slices, ranks, rows, K]`.
+
+    The axis of the slices is then a Stream axis of the result.
+    """
     rows = [M] if slices == 1 else [slices, ranks, M // (slices * ranks)]
     with hi.Fusion("mlp") as fusion:
         x = hi.tensor("x", [*rows, K], dtype)
@@ -56,7 +58,7 @@ def mlp(ranks: int, slices: int, M: int, K: int, H: int, dtype: str, *, gated: b
 
 
 class Operands(Subject):
-    """Tensors of a row on this rank. The row's N is the width of the hidden layer on a rank.
+    """The tensors of a row on this rank. N of the row is the width of the hidden layer on one rank.
 
     Fields:
         x: `[M / ranks, K]`, this rank's rows; on GPUs in symmetric memory.
@@ -110,7 +112,7 @@ class Operands(Subject):
         return self.activated([x @ w.double() for w in self.first]) @ self.down.double()
 
     def activated(self, products: Sequence[torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the activation of the first layer's matmuls."""
+        """Return the activation of the results of the first layer's matmuls."""
         if not self.gated:
             return (
                 torch.ops.aten.gelu.out(products[0], out=out)

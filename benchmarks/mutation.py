@@ -1,13 +1,14 @@
-"""Mutation test of the checker: a table of mutants, guilty ones, and the ones that it caught and missed.
+"""Test the checker by mutation: print how many mutants are wrong, and how many of these the checker rejects.
 
     python -m benchmarks.mutation --limit 400                                        a first look, in minutes
     python -m benchmarks.mutation --limit 0 --out benchmarks/results/mutation        all of them
 
-A mutant is a correct program with one edit (`tests/judging/mutants.py`). The checker should reject every mutant that
-the simulated ranks show to be wrong (`tests/judging/mutation.py`), and accept all original programs.
+A mutant is a correct program with one edit (`tests/judging/mutants.py`). It is *guilty* if some run on simulated ranks
+shows that it is wrong (`tests/judging/mutation.py`). The checker should reject every guilty mutant, and accept all
+original programs.
 
-All of them take more than an hour on one core. Saved verdicts are not computed again, so the work can be split over
-several calls, also on other machines with the same sources. The last call prints the table of all:
+All mutants take more than an hour on one core. Saved verdicts are not computed again. So the work can be split over
+several calls, which may run on other machines with the same sources. The last call prints the table of all mutants:
 
     python -m benchmarks.mutation --limit 0 --jobs 15 --part 1/2 --seconds 500 --verdicts first.jsonl
     python -m benchmarks.mutation --limit 0 --jobs 15 --part 2/2 --seconds 500 --verdicts second.jsonl
@@ -44,7 +45,10 @@ ORIGINAL = "unchanged"  # the kind of edit of the original programs
 
 # Verdicts ---------------------------------------------------------------------------------------------------------
 def judged(mutants: Sequence[Mutant], seeds: int, jobs: int, seconds: float) -> Iterator[tuple[Mutant, Verdict | None]]:
-    """Judge mutants, in any order, until the time is over. Yield each with its verdict; None if it cannot be parsed."""
+    """Judge mutants, in any order, until the time is over; yield each with its verdict.
+
+    The verdict is None for a text that cannot be parsed.
+    """
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     last = time.monotonic() + seconds
     spawn = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
@@ -58,7 +62,7 @@ def judged(mutants: Sequence[Mutant], seeds: int, jobs: int, seconds: float) -> 
 
 
 def begin() -> None:
-    """Prepare a worker: use one thread, and exclude the objects of modules from garbage collection."""
+    """Prepare a worker: use one thread, and exclude all existing objects from garbage collection."""
     torch.set_num_threads(1)
     gc.freeze()
 
@@ -68,13 +72,13 @@ def of_mutant(mutant: Mutant, seeds: int) -> tuple[Mutant, Verdict | None]:
 
 
 class Kept:
-    """Verdicts of earlier calls, by the digest of the mutant's text; new verdicts are added to the first file.
+    """The saved verdicts, by the digest of the mutant's text. New verdicts are added to the first file.
 
     Args:
-        files: the files; each may be missing.
-        tried: the settings of the verdicts, such as the number of seeds.
+        files: the files with verdicts. A file may be missing.
+        tried: the settings with which verdicts are computed, such as the number of seeds.
 
-    Raises SystemExit for files with verdicts of other sources or settings.
+    Raises SystemExit if a file has verdicts that were computed from other sources or with other settings.
     """
 
     def __init__(self, files: Sequence[Path], **tried: int) -> None:
@@ -138,7 +142,7 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def report(verdicts: Sequence[Verdict]) -> str:
-    """Return the table by kind of edit, and the table of mutants that were rejected but not convicted."""
+    """Return two tables: the outcomes by kind of edit, and the mutants that were rejected but are not guilty."""
     rows = [
         [kind, n.total(), n["caught"] + n["missed"], *(n[outcome] for outcome in OUTCOMES)]
         for kind, n in counted(verdicts).items()
@@ -161,7 +165,7 @@ def comment(text: str) -> str:
 
 
 def keep(verdicts: Iterable[Verdict], folder: Path) -> list[Path]:
-    """Write the texts of all misses, and of all mutants that were rejected but not convicted."""
+    """Write the texts of guilty mutants that were accepted, and of mutants that were rejected but are not guilty."""
     paths = []
     for v in verdicts:
         if v.outcome not in ("missed", "benign", "unfounded"):
@@ -200,7 +204,7 @@ def write(out: Path, text: str, verdicts: Sequence[Verdict], stamp: dict[str, An
 
 # The command line -------------------------------------------------------------------------------------------------
 def part(text: str) -> tuple[int, int]:
-    """Parse a part I/N; return I and N."""
+    """Parse a part such as `1/2`; return its number and the number of all parts."""
     first, _, parts = text.partition("/")
     if not (first.isdecimal() and parts.isdecimal() and 1 <= int(first) <= int(parts)):
         raise argparse.ArgumentTypeError(f"'{text}' is no part of a whole, such as 1/2")
@@ -208,7 +212,7 @@ def part(text: str) -> tuple[int, int]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Judge, print and write the tables; return 1 if a guilty mutant is missed or a correct program is rejected."""
+    """Judge, print and write the tables; return 1 if a guilty mutant is accepted or a correct program is rejected."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=2, help="processes (%(default)s)")
     parser.add_argument(

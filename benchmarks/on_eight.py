@@ -6,14 +6,15 @@
         --out benchmarks/results/2xH100 --only tables --rows 70B,8B
     torchrun --standalone --nproc-per-node 2 -m benchmarks.on_eight --out tiny --device cpu --shrink 64
 
-Each part has its own time limit, and no part begins with less than a minute left. `--only` names the parts to run, so
-that a second call can run the rest: `tables` are all parts that compare times, `tests` all others. A part writes its
-tables to OUT as soon as it has them. The outcomes go to OUT/on_eight.json, and a copy of rank 0's output goes to
-OUT/on_eight.log. Name the folder of results after the machine's GPUs, so that results of other machines are kept.
+Each part has a time limit, and no part begins with less than a minute left. `--only` names the parts to run, so that a
+second call can run the rest. `tables` stands for all parts that compare times, and `tests` for all other parts. A part
+writes its tables to OUT as soon as they are ready. The outcomes go to OUT/on_eight.json, and a copy of rank 0's output
+goes to OUT/on_eight.log. Name the folder of results after the machine's GPUs, so that results of other machines are
+kept.
 
-A part that raises has failed, and the next one begins. If a part hangs, the processes end one minute after its limit:
-with `--max-restarts` torchrun restarts them, and they go on with the next part. Without restarts, the exit code is 1 if
-a part failed.
+If a part raises an exception, it has failed, and the next part begins. If a part hangs, the processes end one minute
+after its limit: with `--max-restarts` torchrun restarts them, and they go on with the next part. Without restarts, the
+exit code is 1 if a part failed.
 """
 
 from __future__ import annotations
@@ -91,8 +92,8 @@ def compared(
     """Run a benchmark that compares candidates, on as many of its rows as the time allows.
 
     Args:
-        benchmark: its name in `BENCHMARKS`; rows of the command line that it does not have are ignored.
-        rows: the rows if the command line names none of its rows; empty for all.
+        benchmark: its name in `BENCHMARKS`. Rows of the command line that this benchmark does not have are ignored.
+        rows: the rows to measure if the command line names no row of this benchmark; empty for all rows.
         file: the name of its results; by default the name of the module.
     """
     chosen = job.arguments
@@ -114,7 +115,7 @@ def known(row: str, benchmark: str) -> bool:
 
 
 def patterns(job: Job) -> bool:
-    """Compare every pattern by every strategy, eager and in a graph, with float64."""
+    """Compare the results of every pattern by every strategy, eager and in a graph, with float64."""
     from tests.gpu import torchrun_patterns
 
     return torchrun_patterns.main(["--device", job.arguments.device, "--seconds", str(job.seconds)]) == 0
@@ -138,7 +139,7 @@ def tune(job: Job) -> bool:
 
 
 def lost(job: Job) -> bool:
-    """Test jobs in which a rank dies or stays away."""
+    """Test jobs in which a rank dies or does not come."""
     cases = ["killed_eager"] if job.tiny else []
     options = ["--device", job.arguments.device, "--folder", str(job.arguments.out / "lost")]
     script = str(ROOT / "tests/gpu/stress_lost.py")
@@ -146,7 +147,7 @@ def lost(job: Job) -> bool:
 
 
 def overhead(job: Job) -> bool:
-    """Measure hostir's time on the host."""
+    """Measure the host time of hostir's calls."""
     importlib.import_module("benchmarks.overhead").main(
         ["--out", str(job.arguments.out / "overhead"), *(["--repeats", "2"] if job.tiny else [])]
     )
@@ -171,7 +172,7 @@ def llama_block(job: Job) -> bool:
 
 
 def apart(job: Job, name: str, command: Sequence[str]) -> bool:
-    """Let rank 0 run Python in its own process, which starts ranks; return True if it succeeded."""
+    """On rank 0, run a Python command in a separate process, which starts ranks; return True if it succeeded."""
     problem = ""
     if job.joined.rank == 0:
         launchers = re.compile("(TORCHELASTIC_|GROUP_|ROLE_|MASTER_|LOCAL_|RANK$|WORLD_SIZE$)")  # of this job
@@ -245,7 +246,7 @@ class Tee(TextIOBase):
 
 @contextmanager
 def logged(joined: Session, out: Path) -> Iterator[None]:
-    """Copy rank 0's output to the log."""
+    """Return a context manager. Inside it, the output of rank 0 is also written to the log."""
     if joined.rank:
         yield
         return
@@ -255,7 +256,7 @@ def logged(joined: Session, out: Path) -> Iterator[None]:
 
 
 def earlier(joined: Session, arguments: argparse.Namespace) -> tuple[float, dict[str, str]]:
-    """Return the start of this call in seconds since the epoch, and the outcomes of earlier calls."""
+    """Return the time at which this call began, in seconds since the epoch, and the outcomes of earlier calls."""
     file = arguments.out / "on_eight.json"
     text = file.read_text() if joined.rank == 0 and file.exists() else "{}"
     data = json.loads(joined.exchange("on_eight, earlier", text, LEAST)[0])
@@ -291,7 +292,7 @@ def run_all(joined: Session, arguments: argparse.Namespace) -> dict[str, str]:
 
 
 def outcome(part: Part, job: Job) -> str:
-    """Run a part; return its outcome over all ranks. End the process if the part hangs."""
+    """Run a part on all ranks, and return its outcome. End the process if the part hangs."""
     begun = time.monotonic()
     ends = threading.Timer(job.seconds + OVERRUN, end, (part, job))
     ends.daemon = True

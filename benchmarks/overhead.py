@@ -1,16 +1,21 @@
-"""hostir's time on the host, against the same torch calls written by hand.
+"""Compare hostir's time on the host with the same torch calls written by hand.
 
-It measures the statements of a pipeline; an all-gather + matmul of few rows; a matmul with each collective, called
-without `out=`; a call that is replayed from a CUDA graph; layers and torch's operators of few rows, with gradients and
-for new numbers of tokens; and parse, lower and verify.
+The benchmark measures:
+
+- issuing the statements of a pipeline;
+- an all-gather + matmul of few rows;
+- a matmul with each collective, called without `out=`;
+- a call that is replayed from a CUDA graph;
+- layers and torch's operators on few rows, without and with gradients, and on new numbers of tokens;
+- parsing, lowering and verifying.
 
     python -m benchmarks.overhead                                                        parse, lower, verify only
     torchrun --standalone --nproc-per-node 2 -m benchmarks.overhead --out benchmarks/results/overhead
     torchrun --standalone --nproc-per-node 1 -m benchmarks.overhead --out benchmarks/results/overhead_1      on one GPU
 
-The pipeline is an all-gather + matmul on tiny tensors, so that only issuing takes time. By hand means: the same
-selects, collectives, waits, matmuls, stream switches and events in a Python loop. A graph by hand is a captured call
-and its `replay()`.
+The pipeline is an all-gather + matmul on tiny tensors, so that only issuing takes time. The version by hand is a Python
+loop with the same selects, collectives, waits, matmuls, stream switches and events. To compare with a replayed call,
+the version by hand is captured in a CUDA graph, and its `replay()` is timed.
 """
 
 from __future__ import annotations
@@ -61,7 +66,7 @@ program @alone(%a: bf16[{SLICES}, 1, 16, 64], %b: bf16[64, 64]) -> (%c) streams 
 
 
 def timed(work: Callable[[], Any], repeats: int, settle: Callable[[], Any]) -> float:
-    """Return the median host time of a call in microseconds; `settle` lets the device finish between two calls."""
+    """Return the median host time of a call in microseconds. `settle` waits for the device between two calls."""
     times = []
     for n in range(repeats + 5):
         settle()
@@ -74,7 +79,7 @@ def timed(work: Callable[[], Any], repeats: int, settle: Callable[[], Any]) -> f
 
 
 def by_hand(a: torch.Tensor, b: torch.Tensor, streams: list[torch.cuda.Stream], ranks: int, group: Any) -> torch.Tensor:
-    """Run the pipeline as one would write it with torch."""
+    """Run the pipeline as one would write it by hand with torch."""
     user = torch.cuda.current_stream()
     full = torch.empty(SLICES, ranks, a.shape[2], a.shape[3], dtype=a.dtype, device=a.device)
     c = torch.empty(SLICES, ranks, a.shape[2], b.shape[1], dtype=a.dtype, device=a.device)
@@ -158,9 +163,9 @@ def gathering(joined: Session, repeats: int) -> list[dict[str, Any]]:
 
 
 def eager(joined: Session, repeats: int) -> list[dict[str, Any]]:
-    """Return host times of calls without `out=`, by strategy and by hand: results are dropped, or kept for 200 calls.
+    """Return host times of calls without `out=`, by strategy and by hand. Results are dropped, or kept for 200 calls.
 
-    torch's allocator gives dropped results the same addresses again. With kept results no address repeats.
+    If results are dropped, torch's allocator uses their addresses again. If results are kept, no address repeats.
     """
     ranks, (M, N, K) = joined.size, (2048, 3584, 4096)
     settle, kept = partial(torch.cuda.synchronize, joined.device), deque[Any](maxlen=200)
@@ -218,7 +223,7 @@ def eager(joined: Session, repeats: int) -> list[dict[str, Any]]:
 
 
 def alone_by_hand(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, streams: list[torch.cuda.Stream]) -> None:
-    """Run `ALONE` as one would write it with torch."""
+    """Run `ALONE` as one would write it by hand with torch."""
     user = torch.cuda.current_stream()
     for stream in streams:
         stream.wait_stream(user)
@@ -252,7 +257,7 @@ def alone(joined: Session, repeats: int) -> list[dict[str, Any]]:
 
 
 def layers(joined: Session, repeats: int) -> list[dict[str, Any]]:
-    """Return host times of layers and torch's operators on few rows, without and with gradients, and by hand."""
+    """Return host times of layers and of torch's operators on few rows, without and with gradients, and by hand."""
     ranks, device, (M, N, K), way = joined.size, joined.device, (64, 256, 256), ByHand()
     world, settle = dist.group.WORLD, partial(synchronize, device)
     assert world is not None
@@ -288,7 +293,7 @@ def layers(joined: Session, repeats: int) -> list[dict[str, Any]]:
 
 
 def new_tokens(joined: Session, repeats: int) -> list[dict[str, Any]]:
-    """Return host times of calls with new numbers of tokens; each is smaller than the numbers before."""
+    """Return host times of calls with new numbers of tokens. Each number is smaller than the numbers before it."""
     ranks, device, world = joined.size, joined.device, dist.group.WORLD
     assert world is not None
     up, down = (torch.randn(256, 256, device=device).bfloat16() for _ in range(2))

@@ -1,10 +1,10 @@
-"""Pipelined and sequential host programs against hand-written torch: NCCL, then cuBLAS (or the other way round).
+"""Compare pipelined and sequential host programs with hand-written torch: NCCL, then cuBLAS, or in the reverse order.
 
     torchrun --standalone --nproc-per-node 8 -m benchmarks.patterns --out benchmarks/results/patterns
 
-Rows are the layers of Llama 3 8B, 70B and 405B at tensor parallel 8, and the shape that nvFuser published. Every
-variant must first give the hand-written result; then all variants are timed in one process. A ratio above 1 means that
-hostir is faster.
+The rows of the table are the layers of Llama 3 8B, 70B and 405B with tensor parallelism 8, and the shape that nvFuser
+published. First, every variant must give the result of the hand-written code. Then all variants are timed in one
+process. A ratio above 1 means that hostir is faster.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BF16 = torch.bfloat16
 
 @dataclass(frozen=True)
 class Row:
-    """One shape: `collective` is allgather, reduce_scatter or allreduce; N and K are the extents on one rank."""
+    """One shape. `collective` is allgather, reduce_scatter or allreduce; N and K are the extents on one rank."""
 
     label: str
     collective: str
@@ -45,7 +45,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to lower and run a fusion; `ctas` limits NCCL's thread blocks (0: NCCL's own choice)."""
+    """A way to lower and run a fusion. `ctas` is the maximum number of NCCL's thread blocks; 0 leaves it to NCCL."""
 
     strategy: str
     slices: int = 1
@@ -80,7 +80,7 @@ def rows() -> Iterator[Row]:
 
 
 class Case:
-    """Tensors of a row on this rank, the hand-written computation, and its fusion."""
+    """The tensors of a row on this rank, the hand-written computation, and the fusion."""
 
     def __init__(self, row: Row, ranks: int, device: torch.device) -> None:
         self.row, self.ranks = row, ranks
@@ -123,7 +123,10 @@ class Case:
         return row_parallel(K=row.K * self.ranks, **sizes)
 
     def operand(self, slices: int) -> torch.Tensor:
-        """Return A in the fusion's layout: rows by slice first if slices and ranks both divide them."""
+        """Return A with the axes that it has in the fusion.
+
+        For an allgather and a reduce_scatter, the axis of the slices is the first axis.
+        """
         m, d = self.row.M // (slices * self.ranks), self.ranks
         if self.row.collective == "allgather":
             return self.a.view(slices, 1, m, -1)
@@ -132,7 +135,7 @@ class Case:
         return self.a.view(d, slices, m, -1).transpose(0, 1).contiguous()
 
     def agrees(self, out: torch.Tensor, slices: int) -> bool:
-        """Return True if a result equals the hand-written one, up to the rounding of bf16 sums in another order."""
+        """Return True if a result equals the hand-written one, up to rounding: bf16 sums may be in another order."""
         m = self.row.M // (slices * self.ranks)
         mine = (
             out.reshape(self.c.shape)

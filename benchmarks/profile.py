@@ -1,8 +1,8 @@
-"""Pictures of a pipelined run on the GPU: the kernels on their streams, from the CUDA profiler.
+"""Draw pictures of pipelined runs on the GPU: the kernels on their streams, from the CUDA profiler.
 
     torchrun --standalone --nproc-per-node 8 -m benchmarks.profile --out docs/images
 
-Draws rank 0's runs, replayed from CUDA graphs to leave out launch times.
+The pictures show runs of rank 0. The runs are replayed from CUDA graphs, so that launch times do not count.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hostir.machines.trace import Trace
 
 
 def kernels(work: Callable[[], None]) -> list[tuple[str, int, float, float]]:
-    """Return name, stream, start and end (in seconds) of every kernel of one run."""
+    """Run `work` three times; return the name, stream, start and end (in seconds) of every kernel of the last run."""
     with profile(activities=[ProfilerActivity.CUDA]) as watched:
         for _ in range(3):
             dist.barrier()  # an allreduce on the device: ranks start together; kernels after the last one count
@@ -46,7 +46,7 @@ def kernels(work: Callable[[], None]) -> list[tuple[str, int, float, float]]:
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture to draw: `pattern` is allgather or reduce_scatter; N and K are the extents on one rank."""
+    """A picture to draw. `pattern` is allgather or reduce_scatter; N and K are the extents on one rank."""
 
     file: str
     pattern: str
@@ -64,7 +64,7 @@ class Picture:
         return f"{self.pattern} and matmul, {self.M}x{self.N}x{self.K} a rank, {strategy}{without}"
 
     def program(self, ranks: int) -> hi.Program:
-        """Return the program; without `delays`, its delays are removed, to show their effect."""
+        """Return the program. If `delays` is False, its `delay` statements are removed, to show their effect."""
         sizes = {"ranks": ranks, "S": self.slices, "M": self.M, "N": self.N, "dtype": "bf16"}
         if self.pattern == "allgather":
             fusion = patterns.allgather_matmul(K=self.K, **sizes)
@@ -88,7 +88,7 @@ PICTURES = (
 
 
 def short(name: str) -> str:
-    """Return a kernel's name for the picture; its beginning decides the colour."""
+    """Return the name that the picture shows for a kernel. The beginning of the name decides the colour."""
     if "nccl" in name:
         return "allgather (NCCL)" if "AllGather" in name else "reduce_scatter (NCCL)"
     if "spin" in name or "sleep" in name:

@@ -1,11 +1,11 @@
-"""Times of an executor's proofs: for the first sizes of a program, and for each of the next 100 values of M.
+"""Measure an executor's proofs: for the first sizes of a program, and for each of the next 100 values of M.
 
     python -m benchmarks.proofs --out benchmarks/results/proofs
 
-All patterns on 8 ranks with 8 slices, by every strategy, lowered once with M as a symbol. For each M it measures the
-proof that an executor needs for a plan, in milliseconds of the CPU, without proofs of other programs in the cache. Each
-M is then checked in full, and must have no findings. `--pattern NAME` takes one pattern, and `--quick` skips the
-checks.
+Each pattern is lowered for 8 ranks with 8 slices by every strategy, once, with M as a symbol. For each value of M, the
+benchmark measures the proof that an executor needs for a plan, in CPU milliseconds. At first, the cache has no proofs
+of other programs. For each value of M, the program is also checked in full, and there must be no findings.
+`--pattern NAME` measures one pattern, and `--quick` skips the full checks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RANKS, SLICES, FIRST, MORE = 8, 8, 256, 100
 
 
 def programs(only: str | None) -> Iterator[tuple[str, str, Program]]:
-    """Yield each pattern by each strategy that can lower it."""
+    """Yield each pattern, lowered by each strategy that can lower it."""
     for pattern in patterns.PATTERNS:
         if only not in (None, pattern.__name__):
             continue
@@ -48,7 +48,7 @@ def programs(only: str | None) -> Iterator[tuple[str, str, Program]]:
 
 
 def measure(pattern: str, strategy: str, program: Program, quick: bool) -> dict[str, Any]:
-    """Return the milliseconds of the first proof, and of the slowest of the next 100."""
+    """Return the milliseconds of the first proof, and of the slowest of the next 100 proofs."""
     forget()
     many = [FIRST + 64 * i for i in range(MORE + 1)]
     times = []

@@ -1,15 +1,15 @@
-"""Regret of the choice by estimates: the time of its candidate over the fastest candidate's, from recorded results.
+"""Compute the regret of the choice by estimates, from recorded results.
 
     python -m benchmarks.regret
     python -m benchmarks.regret --rows --out benchmarks/results/regret
 
-Reads the committed results of the comparisons, and estimates every candidate of every row again with today's cost
-model, for the machine of the results; nothing is run. Candidates that were not measured are left out. A candidate's
-time is the time of its faster mode, eager or from a graph. *regret* is the time of the candidate with the lowest
-estimate over the time of the fastest candidate. *of 4* is the regret if the four lowest estimates and the sequential
-program were measured and the fastest of them chosen. *estimates* compares the estimates of candidates in a graph with
-their times: the median of estimate over time, and the share of candidates within 10 %. This table decides about changes
-of the cost model.
+The benchmark reads the committed results of the comparisons. It estimates every candidate of every row again with the
+present cost model, for the machine of the results. It runs nothing. Candidates that were not measured are left out. The
+time of a candidate is the time of its faster mode, eager or from a graph. *regret* is the time of the candidate with
+the lowest estimate, divided by the time of the fastest candidate. *of 4* is the regret of a choice that measures the
+four candidates with the lowest estimates and the sequential program, and takes the fastest of these. *estimates*
+compares estimates with times in a graph: the median of estimate / time, and the share of candidates within 10 %.
+Changes of the cost model are judged by this table.
 """
 
 from __future__ import annotations
@@ -80,12 +80,12 @@ FUSIONS: Mapping[str, Callable[[Result, int], Fused]] = {
 
 @dataclass(frozen=True)
 class Regret:
-    """A row: the times and the estimates of its candidates.
+    """The times and the estimates of the candidates of a row.
 
     Fields:
         name: the name of the row.
         times: microseconds of the measured candidates, in the faster mode.
-        graph: microseconds from a graph.
+        graph: microseconds of these candidates in a graph.
         timings: the estimates of these candidates.
     """
 
@@ -96,28 +96,28 @@ class Regret:
 
     @property
     def best(self) -> str:
-        """Name of the fastest candidate."""
+        """The name of the fastest candidate."""
         return min(self.times, key=self.times.__getitem__)
 
     @property
     def order(self) -> Sequence[str]:
-        """Names of the candidates, the lowest estimate first."""
+        """The names of the candidates, the lowest estimate first."""
         return sorted(self.timings, key=lambda name: self.timings[name].us)
 
     @property
     def regret(self) -> float:
-        """Time of the candidate with the lowest estimate over the best time."""
+        """The time of the candidate with the lowest estimate, divided by the time of the fastest candidate."""
         return self.times[self.order[0]] / self.times[self.best]
 
     @property
     def of_four(self) -> float:
-        """Regret if the candidates with the lowest estimates and the sequential program were measured."""
+        """The regret if the candidates with the lowest estimates and the sequential program were measured."""
         tried = [*self.order[:MEASURED], *(name for name in self.order if name.startswith(SEQUENTIAL))]
         return min(self.times[name] for name in tried) / self.times[self.best]
 
     @property
     def ratios(self) -> Sequence[float]:
-        """Estimate over time, in a graph, of each candidate that has both."""
+        """Estimate / time in a graph, for each candidate that has both."""
         both = [(self.timings[n].graph, t) for n, t in self.graph.items() if n in self.timings]
         return [estimate / time for estimate, time in both if estimate]
 
@@ -142,7 +142,7 @@ def timings_of(row: Result, gpu: str) -> dict[str, Timing]:
 
 
 def regret_of(row: Result, gpu: str) -> Regret | None:
-    """Compare the estimates of a row with its times; None if fewer than two candidates have both."""
+    """Return the times and estimates of a row; None if fewer than two candidates have both."""
     timings = timings_of(row, gpu)
     ours = {name: time for name, time in row["times"].items() if time["ours"] and name in timings}
     times = {n: min(t for t in (time.get("eager"), time.get("graph")) if t) for n, time in ours.items()}
@@ -153,7 +153,7 @@ def regret_of(row: Result, gpu: str) -> Regret | None:
 
 
 def benchmarks() -> Iterator[tuple[str, str, list[Regret]]]:
-    """Yield the name, the GPU and the rows of all results that hold candidates."""
+    """Yield the name, the GPU and the rows of each result file with candidates."""
     for file in sorted(RESULTS.rglob("*.json")):
         data = json.loads(file.read_text())
         rows = data.get("rows", []) if isinstance(data, dict) else []
@@ -164,7 +164,7 @@ def benchmarks() -> Iterator[tuple[str, str, list[Regret]]]:
 
 
 def summary(name: str, rows: Sequence[Regret]) -> list[str]:
-    """Return the cells of a benchmark's line."""
+    """Return the cells of a benchmark's row in the summary."""
     regrets, four, ratios = [r.regret for r in rows], [r.of_four for r in rows], [x for r in rows for x in r.ratios]
     near = sum(abs(math.log(x)) <= math.log(1 + NEAR) for x in ratios)
     return [

@@ -1,10 +1,10 @@
-"""Longest chains of repairs: remove one synchronisation from a program, repair it, and compare with the original.
+"""Remove one synchronisation from a program, repair it, and compare its longest chain of work with the original's.
 
     python -m benchmarks.repair --limit 60                               a first look
     python -m benchmarks.repair --out benchmarks/results/repair          all of them
 
-A repair (`hostir check --fix`) should not have a longer chain of work than the original program
-(`tests/judging/mutation.py`). The benchmark prints each repair with a longer chain and each program that was not
+A repair (`hostir check --fix`) should not have a longer chain of work than the original program (see `originals` in
+`tests/judging/mutation.py`). The benchmark prints each repair with a longer chain and each program that was not
 repaired, and lists them below the table.
 """
 
@@ -52,14 +52,14 @@ class Repaired:
 
 
 def broken(programs: Sequence[Program]) -> Iterator[tuple[Program, Mutant]]:
-    """Yield every mutant of these programs that lacks one synchronisation, after its original program."""
+    """Yield each program with each of its mutants that lacks one synchronisation."""
     kinds = {f"delete {name}" for name in SYNCHRONISATIONS}
     for program in programs:
         yield from ((program, mutant) for mutant in mutants(program) if mutant.operator in kinds)
 
 
 def repaired(original: Program, mutant: Mutant) -> Repaired:
-    """Repair a mutant; the repair is printed and parsed again."""
+    """Repair a mutant. The repaired program is printed and parsed again before it is judged."""
     before, start = chain(original), time.perf_counter()
     try:
         after = hi.parse(str(repair(hi.parse(mutant.text, mutant.name))), mutant.name)
@@ -79,7 +79,7 @@ def chain(program: Program) -> int:
 
 
 def main() -> None:
-    """Repair all mutants; print and write the outcomes of each kind of edit."""
+    """Repair all mutants; print and write the outcomes for each kind of edit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--limit", type=int, default=0, help="the most mutants, drawn at random (default: all)")
     parser.add_argument("--out", type=Path, help="write .json and .md files with this name")

@@ -1,10 +1,11 @@
-"""Collectives alone: changes of sharding, compiled by `hi.compile`, compared with NCCL.
+"""Compare changes of sharding without a matmul, compiled by `hi.compile`, with NCCL.
 
     torchrun --standalone --nproc-per-node 2 -m benchmarks.reshard --out benchmarks/results/reshard
     torchrun --standalone --nproc-per-node 2 -m benchmarks.reshard --device cpu --shrink 64
 
 The rows are a reduce-scatter of partial sums of 8192 x 16384, all-gathers to 64 and to 256 MiB, and all-reduces of 16
-KiB to 64 MiB, in bf16. The floor is NCCL alone; for all-reduces it is the faster one of NCCL and torch.
+KiB to 64 MiB, in bf16. The floor is the time of NCCL. For all-reduces, it is the time of NCCL or of torch, whichever is
+faster.
 
 The peers:
 
@@ -39,7 +40,7 @@ fusion @reduced(%x: {dtype}[{M}, {N}] partial(didx)) -> (%y) {{
 
 
 def summed(ranks: int, M: int, N: int, dtype: str, *, scattered: bool) -> hi.Program:
-    """Return the fusion of an all-reduce of partial sums; of a reduce-scatter, if `scattered` is True."""
+    """Return the fusion that sums partial sums: by a reduce-scatter if `scattered` is True, else by an all-reduce."""
     devices, rows = " ".join(map(str, range(ranks))), "@didx" if scattered else ""
     return hi.parse(PARTIAL.format(ranks=devices, dtype=dtype, M=M, N=N, rows=rows))
 
@@ -57,7 +58,7 @@ def all_gather(ranks: int, M: int, N: int, dtype: str) -> hi.Fusion:
 
 
 class Scattered(Subject):
-    """A reduce-scatter of `x`, `[M, N]`, in symmetric memory on GPUs; `y` has this rank's rows of the sum."""
+    """A reduce-scatter of `x`, `[M, N]`. On GPUs, `x` is in symmetric memory. `y` has this rank's rows of the sum."""
 
     def __init__(self, row: Row, dtype: torch.dtype, job: Session) -> None:
         super().__init__(row, dtype, job)
@@ -101,7 +102,7 @@ class Scattered(Subject):
 
 
 class Gathered(Scattered):
-    """An all-gather of `x`, `[M / ranks, N]`, in symmetric memory on GPUs, to `y`, `[M, N]`."""
+    """An all-gather of `x`, `[M / ranks, N]`, to `y`, `[M, N]`. On GPUs, `x` is in symmetric memory."""
 
     def __init__(self, row: Row, dtype: torch.dtype, job: Session) -> None:
         Subject.__init__(self, row, dtype, job)
@@ -127,9 +128,9 @@ class Gathered(Scattered):
 
 
 class Summed(Scattered):
-    """An all-reduce of `x`, `[M, N]`, in symmetric memory on GPUs, to `y`.
+    """An all-reduce of `x`, `[M, N]`, to `y`. On GPUs, `x` is in symmetric memory.
 
-    The all-reduces of the floor are in place, on `zeros`, `[M, N]`. The peer NCCL has to copy `x` first.
+    The all-reduces of the floor work in place on `zeros`, `[M, N]`. The peer NCCL first copies `x`.
     """
 
     def __init__(self, row: Row, dtype: torch.dtype, job: Session) -> None:
@@ -151,7 +152,7 @@ class Summed(Scattered):
         return {"NCCL": partial(self.copied, by_nccl), ONE_SHOT: partial(one_shot, self.x)}
 
     def copied(self, reduce: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Return the result of a reduction in place, on a copy of `x`."""
+        """Copy `x`, and return the result of an in-place reduction of the copy."""
         return reduce(self.y.copy_(self.x))
 
 

@@ -6,11 +6,11 @@
     torchrun --standalone --nproc-per-node 2 -m benchmarks.scaled_matmul --side scatter --as-rank-of 8
     torchrun --standalone --nproc-per-node 2 -m benchmarks.scaled_matmul --device cpu --shrink 64 --rows 70B:2048
 
-Operands are e4m3 and results bf16. By default there is one scale for each row of A and each column of B. With
-`--exact`, sums are in f32 and not in the tensor cores, as with `use_fast_accum=False`. Rows and scores are as in
-`benchmarks.allgather_matmul` and `benchmarks.matmul_reduce_scatter`, with the widths of 70B. With `--axis`, the rows
-are `[2, M / 2, K]`, and they are gathered or scattered on that axis. For axis 1, `hi.compile` for axis 0 is timed as
-well, in turn with the others. `benchmarks.matmul --fp8` compares the matmul kernels alone.
+Operands are e4m3, and results are bf16. By default there is one scale for each row of A and for each column of B. With
+`--exact`, sums are accumulated in f32 and not in the tensor cores, as with `use_fast_accum=False`. Rows and scores are
+as in `benchmarks.allgather_matmul` and `benchmarks.matmul_reduce_scatter`, with the widths of 70B. With `--axis`, A is
+`[2, M / 2, K]`, and axis 0 or 1 is gathered or scattered. For axis 1, `hi.compile` for axis 0 is timed as well, in turn
+with the other candidates. `benchmarks.matmul --fp8` compares the matmul kernels alone.
 
 With `--as-rank-of R`, two GPUs emulate two of R ranks, as in `benchmarks.arrivals` and
 `benchmarks.matmul_reduce_scatter`.
@@ -20,8 +20,8 @@ The peers:
     NCCL + cuBLAS   all_gather_into_tensor of rows and scales, then torch._scaled_mm; or this and reduce_scatter_tensor
     torch fused     torch.ops.symm_mem.fused_all_gather_scaled_matmul or fused_scaled_matmul_reduce_scatter
 
-torch has scales of blocks only on Hopper, from CUDA 12.9 on. Elsewhere `--scales blocks` has no peer, and results are
-compared with sums in float64 that are rounded once.
+torch supports block-wise scales only on Hopper, from CUDA 12.9 on. Elsewhere `--scales blocks` has no peer, and results
+are compared with sums in float64 that are rounded once.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ BATCH, BLOCK = 2, 128  # the extent of axis 0 of rows with `--axis`; the number 
 
 
 def every_rank(x: torch.Tensor, ranks: int) -> list[torch.Tensor]:
-    """Return the bytes of each rank's tensor."""
+    """All-gather a tensor; return the tensor of each rank, as bytes."""
     local_bytes = x.view(torch.uint8)
     gathered = local_bytes.new_empty(ranks * local_bytes.shape[0], *local_bytes.shape[1:])
     dist.all_gather_into_tensor(gathered, local_bytes)
@@ -70,10 +70,10 @@ def every_rank(x: torch.Tensor, ranks: int) -> list[torch.Tensor]:
 
 
 class Operands(Subject):
-    """A row's tensors on this rank: the base class of both sides.
+    """The tensors of a row on this rank. This is the base class for the all-gather and for the reduce-scatter.
 
     Fields:
-        lead: the shape of all rows: `[M]`, or with `--axis` `[2, M / 2]`.
+        lead: the shape of the rows of all ranks: `[M]`, or `[2, M / 2]` with `--axis`.
         axis: the axis of `lead` that is gathered or scattered.
         a: e4m3, `[..., K]`, with scales `scale_a`.
         b: e4m3, `[K, N]`, stored by columns, with scales `scale_b`.
@@ -110,7 +110,7 @@ class Operands(Subject):
             dist.broadcast(self.scale_b, 0)
 
     def part_of(self, lead: Sequence[int]) -> list[int]:
-        """Return the shape of one rank's rows."""
+        """Return the shape of one rank's rows, if the rows of all ranks have the shape `lead`."""
         return [size // self.ranks if n == self.axis else size for n, size in enumerate(lead)]
 
     def about(self) -> Result:
@@ -123,7 +123,10 @@ class Operands(Subject):
         self.a.copy_(torch.randn(self.a.shape, device=self.device).to(F8))
 
     def by_torch(self, a: torch.Tensor, scale_a: torch.Tensor) -> torch.Tensor:
-        """Return torch's scaled matmul of flat rows; on a CPU, where some versions lack it, the reference result."""
+        """Return torch's scaled matmul of flat rows.
+
+        On a CPU, where some versions of torch lack it, return the reference result.
+        """
         if not self.on_gpu:
             return self.exact(a, scale_a, self.dtype)
         scales = scale_a, self.scale_b
@@ -138,7 +141,7 @@ class Operands(Subject):
         return self.scale_b.t().contiguous().t()
 
     def rounded(self, a: torch.Tensor, scale_a: torch.Tensor) -> torch.Tensor:
-        """Return torch's scaled matmul of flat rows; if torch does not have it, the exact result, rounded."""
+        """Return torch's scaled matmul of flat rows. If torch does not support it, return the exact result, rounded."""
         try:
             return self.by_torch(a, scale_a)
         except (RuntimeError, ValueError):
@@ -164,7 +167,7 @@ class Operands(Subject):
 
     @cached_property
     def on_axis_0(self) -> Work:
-        """Check and return a call of `hi.compile` for rows that are gathered or scattered on axis 0."""
+        """Return a call of `hi.compile` that gathers or scatters the rows on axis 0. Its result was checked."""
         options = {"scales": self.scales, "fast": self.fast, "axis": 0}
         subject = type(self)(self.row, self.dtype, self.job, **options)
         candidate = compiled(subject, EAGER)
@@ -187,13 +190,13 @@ class Operands(Subject):
         return {BY_HAND: self.by_hand, TORCH: self.fused}
 
     def sizes(self, N: int) -> dict[str, int]:
-        """Return the sizes of a fusion, by the parameter names of its pattern."""
+        """Return the arguments of a pattern that are sizes, by parameter name."""
         batch = {"batch": self.lead[1 - self.axis]} if self.batched else {}
         return {"ranks": self.ranks, "M": self.lead[self.axis], "K": self.row.K, "N": N, **batch}
 
 
 class Gathered(Operands):
-    """All-gather: `a` has this rank's rows, `gathered` the rows of all ranks, and `gathered_scales` their scales."""
+    """An all-gather: `a` has this rank's rows, `gathered` the rows of all ranks, and `gathered_scales` their scales."""
 
     def __init__(self, row: Row, dtype: torch.dtype, job: Session, **fields: Any) -> None:
         super().__init__(row, dtype, job, gathers=True, **fields)
@@ -253,7 +256,7 @@ class Gathered(Operands):
 
 
 class Scattered(Operands):
-    """Reduce-scatter: `a` has this rank's columns, with their own scales; each rank gets its part of the sum."""
+    """A reduce-scatter: `a` has this rank's columns, with their scales. Each rank gets a part of the sum."""
 
     def __init__(self, row: Row, dtype: torch.dtype, job: Session, **fields: Any) -> None:
         super().__init__(row, dtype, job, gathers=False, **fields)
@@ -261,7 +264,7 @@ class Scattered(Operands):
         self.renew()
 
     def flat_rows(self, rank: int) -> torch.Tensor:
-        """Return the numbers of the flat rows that a rank gets, in its order."""
+        """Return the indices of the flat rows that a rank gets, in the order in which it gets them."""
         return torch.arange(self.row.M, device=self.device).view(self.lead).chunk(self.ranks, self.axis)[rank].flatten()
 
     def judge(self) -> Judge:
@@ -309,7 +312,7 @@ class Scattered(Operands):
 
 
 class EmulatedGathered(Gathered):
-    """Tensors of a row on a rank that emulates one of more ranks: the peer sends the rows of all other ranks."""
+    """Tensors of a row on one of two ranks that emulate a larger team. The peer sends the rows of all other ranks."""
 
     def renew(self) -> None:
         if not hasattr(self, "bytes"):
@@ -336,7 +339,7 @@ class EmulatedGathered(Gathered):
         return {"gemm": self.multiply, "copies": self.pull}
 
     def pull(self) -> None:
-        """Copy the same number of shards from the peer, without waiting for them."""
+        """Copy as many shards from the peer as the programs do, without synchronization."""
         for block in self.pulled.chunk(self.ranks)[1:]:
             block.copy_(self.peer_bytes)
 
@@ -360,7 +363,7 @@ class EmulatedGathered(Gathered):
 
 
 class EmulatedScattered(EmulatedRank, Scattered):
-    """Tensors of a row on a rank that emulates one of more ranks: it sends all blocks but its own to the peer."""
+    """Tensors of a row on one of two ranks that emulate a larger team. It sends all blocks but its own to the peer."""
 
     def __init__(self, row: Row, dtype: torch.dtype, job: Session, *, ranks: int, **fields: Any) -> None:
         super().__init__(row, dtype, job, **fields)

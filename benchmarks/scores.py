@@ -1,4 +1,4 @@
-"""Rows of the comparisons, their scores, and the tables that show them. Nothing here needs a GPU."""
+"""The rows of the comparisons, their scores, and the tables of rows and scores. Nothing here needs a GPU."""
 
 from __future__ import annotations
 
@@ -102,11 +102,11 @@ class Benchmark:
 
     Fields:
         title: the title of its table.
-        collective: the name of the collective in its floor.
-        shape: the names of the numbers of a row.
+        collective: the name of the collective that is part of its floor.
+        shape: the names of the extents of a row.
         models: N and K of a rank, by model.
         sizes: the values of M, by model.
-        target: returns the score that a measured row must reach, and its goal.
+        target: a function that returns the score that a measured row must reach, and the goal of the row.
         by_mode: True if hostir is compared with the fastest peer of each mode. Then `target` is not called.
     """
 
@@ -188,8 +188,8 @@ def _departures_target(row: Result) -> Target:
 def _scaled_target(row: Result, side: str) -> Target:
     """Return the target of an fp8 row.
 
-    On another axis than 0, it follows from the time on axis 0. For scales of blocks, and for few rows, it follows from
-    the best peer's score. Otherwise it is a fixed score, or the best peer's score if that is higher.
+    For an axis other than 0, it follows from the time for axis 0. For block-wise scales, and for few rows, it follows
+    from the best peer's score. Otherwise it is a fixed score, or the best peer's score if that is higher.
     """
     if row["ranks"] != 2:
         return None, None
@@ -217,9 +217,11 @@ def _reshard_target(row: Result) -> Target:
 
 
 def _peer_target(row: Result, *factors: tuple[tuple[str, str, float] | None, float, float]) -> Target:
-    """Return a target relative to peers: for each peer its result of `fastest`, and the factors of must and goal.
+    """Return a target that depends on the scores of peers.
 
-    The target is the highest one over all peers that ran.
+    `factors` has an item for each peer: its result of `fastest`, and two factors. The peer's score times the first
+    factor is a score that hostir must reach. The peer's score times the second factor is a goal. The target has the
+    highest of these scores and the highest of these goals, over all peers that ran.
     """
     scores = [(row["floor_us"] / peer[2], must, goal) for peer, must, goal in factors if peer]
     if not scores:
@@ -229,7 +231,7 @@ def _peer_target(row: Result, *factors: tuple[tuple[str, str, float] | None, flo
 
 
 def modes_of(row: Result) -> tuple[str, ...]:
-    """Return the mode of a call with `out=` of `hi.compile`'s executor; all modes if `hi.compile` did not run."""
+    """Return the modes to compare: the mode in which `hi.compile` was called, or all modes if it did not run."""
     return (row["compiled"]["mode"],) if "compiled" in row else MODES
 
 
@@ -322,7 +324,7 @@ rows = GATHERED.rows
 
 
 def benchmark_of(row: Result) -> Benchmark:
-    """Return the benchmark of a row. The oldest results, which do not name it, are of `allgather`."""
+    """Return the benchmark that a row belongs to. Old results do not name it; they belong to `allgather`."""
     return BENCHMARKS[row.get("kind", "allgather")]
 
 
@@ -330,10 +332,11 @@ def scored(row: Result) -> Result:
     """Return a measured row with its floor, its best times, their scores, and its targets.
 
     Args:
-        row: has the microseconds of each part by itself: `gemm_us` and the collectives (None if one did not run).
-            `times` has, for each candidate, whether it is `ours`, and the microseconds of each mode in which it ran.
-            `compiled`, if present, has the choice of `hi.compile` and the mode of its calls. Then that call is scored
-            as `ours`, and the best candidate is scored as well.
+        row: the figures of a row. `gemm_us` and the entries of the collectives are the microseconds of each part alone
+            (None for a part that did not run). `times` has an entry for each candidate: `ours` is True for hostir, and
+            each mode in which the candidate ran has its microseconds. `compiled`, if present, has the choice of
+            `hi.compile` and the mode of its calls. Then this call is scored as `ours`, and the best candidate is scored
+            as well.
     """
     gemm, collective = row.get("gemm_us") or 0.0, min(_collectives(row).values(), default=0.0)
     floor = max(gemm, collective)
@@ -354,13 +357,17 @@ def scored(row: Result) -> Result:
 
 
 def _collectives(row: Result) -> dict[str, float]:
-    """Return the microseconds of the collectives that ran by themselves, by name."""
+    """Return the microseconds of each collective that ran alone, by name."""
     times = {name: row.get(f"{name}_us") for name in COLLECTIVES}
     return {name: us for name, us in times.items() if us is not None}
 
 
 def _sides(row: Result) -> dict[str, tuple[str, str, float] | None]:
-    """Return the fastest candidate of each side, as `fastest` does."""
+    """Return the candidates to score, each as a result of `fastest`.
+
+    `peer` is the fastest peer, and `ours` is hostir's fastest candidate. If `hi.compile` ran, `ours` is the call of
+    `hi.compile`, `alike` is the fastest peer in the mode of this call, and `candidate` is hostir's fastest candidate.
+    """
     times, ours = row["times"], fastest(row["times"], ours=True)
     if "compiled" not in row:
         return {"peer": fastest(times, ours=False), "ours": ours}
@@ -376,16 +383,17 @@ def _sides(row: Result) -> dict[str, tuple[str, str, float] | None]:
 def fastest(
     times: Mapping[str, Result], *, ours: bool, modes: tuple[str, ...] = MODES
 ) -> tuple[str, str, float] | None:
-    """Return the name, mode and time of the fastest candidate of hostir, or of the peers; None if no candidate ran."""
+    """Return name, mode and time of the fastest candidate of hostir, or of the peers; None if no candidate ran."""
     candidates = [(name, m, t[m]) for name, t in times.items() if t["ours"] is ours for m in modes if m in t]
     return min(candidates, key=lambda candidate: candidate[2], default=None)
 
 
 def targets_of(row: Result) -> Result:
-    """Return `must` (the score that a row must reach), `goal`, and `met`; each is None if the row has no target.
+    """Return `must` (the score that a row must reach), `goal` and `met`. They are None for a row without a target.
 
-    `must` is at most 1, because a higher score would mean less time than the floor; but it may exceed 1 if a peer beats
-    the floor. Benchmarks that are scored by mode have a target for each mode; then `met` is True if all are met.
+    `must` is at most 1, because a higher score would mean less time than the floor. But if a peer beats the floor,
+    `must` may be as high as the peer's score. If a benchmark is scored by mode, there is a target for each mode, and
+    `met` is True if all targets are met.
     """
     has_target = row["dtype"] == "bf16" and row.get("device", "cuda") == "cuda" and row.get("shrunk", 1) == 1
     if benchmark_of(row).by_mode:
@@ -400,7 +408,7 @@ def targets_of(row: Result) -> Result:
 
 
 def _target_in(row: Result, mode: str, has_target: bool) -> Result:
-    """Return the scores of the fastest peer and of hostir in a mode; hostir must be almost as fast as the peer."""
+    """Return the scores of the fastest peer and of hostir in a mode, the score that hostir must reach, and `met`."""
     peer, ours = fastest(row["times"], ours=False, modes=(mode,)), row["times"].get(HOSTIR, {}).get(mode)
     scores: Result = {
         "best_peer": peer and peer[0],
@@ -418,7 +426,7 @@ def in_order(results: Iterable[Result]) -> list[Result]:
 
 
 def cell(value: float | bool | str | None, digits: int = 2) -> str:
-    """Return a figure as text for a table."""
+    """Return the text of a table cell for a figure."""
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -430,7 +438,7 @@ COLLECTIVES = {"nccl": "NCCL", "copies": "copies", "torch": "torch", "one_shot":
 
 
 def cells(row: Result) -> dict[str, str]:
-    """Return the cells of a row of the table of scores, by column."""
+    """Return the cells of a row in the table of scores, by column."""
     collectives = _collectives(row)
     name_of_best = min(collectives, key=collectives.__getitem__, default="")
     columns = {
@@ -544,5 +552,5 @@ def _matmul(row: Result) -> Iterator[str]:
 
 
 def file_name(stem: str, ranks: int, dtype: str) -> str:
-    """Return the file name of results. It names the ranks unless they are 8, and the dtype unless it is bf16."""
+    """Return the file name of results. It has the dtype unless it is bf16, and the number of ranks unless it is 8."""
     return "_".join([stem, *([dtype] if dtype != "bf16" else []), *([str(ranks)] if ranks != 8 else [])])

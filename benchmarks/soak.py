@@ -1,16 +1,16 @@
-"""Soak test: two ranks call executors for minutes, while their processes use forks, signals, threads and pools.
+"""Soak test: two ranks call executors for minutes, while their processes fork and use signals, threads and pools.
 
     python -m benchmarks.soak --seconds 600 --out benchmarks/results/soak
     python -m benchmarks.soak --seconds 20 --hold 2                            a first look
 
-On each rank two threads call one program each, each in its own process group, with other sizes and inputs every time,
-and compare every result. Sometimes a call is refused on both ranks, and they go on. Meanwhile the main thread runs
-pools and data loaders, forks children that exit or are killed, holds the GIL, computes in threads, starts processes,
-and gets signals. Its signal handlers are installed partly before the first executor and partly after it. The two ranks
-do these things in different orders.
+On each rank, two threads call one program each. Each program has a separate process group. The sizes and inputs are
+different in every call, and every result is compared with a reference. Sometimes a call is refused on both ranks, and
+they go on. Meanwhile the main thread runs pools and data loaders, forks children that exit or are killed, holds the
+GIL, computes in threads, starts processes, and gets signals. Some of its signal handlers are installed before the first
+executor, and some after it. The two ranks do these things in different orders.
 
 Every rank prints how often it did each thing. The exit code is 0 if all ranks finished and all results were right. The
-job takes `--seconds`, and at most two minutes more.
+job takes `--seconds` seconds, or up to two minutes longer.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ program @going_NAME(%mine: f32[1] partial(didx)) -> (%all) {
 
 # Calls ------------------------------------------------------------------------------------------------------------
 class Caller(threading.Thread):
-    """Thread that calls one program in a group repeatedly, until the ranks agree to stop.
+    """A thread that calls one program in a group again and again, until the ranks agree to stop.
 
     Fields:
         counts: the numbers of calls and of refused calls.
@@ -99,12 +99,12 @@ class Caller(threading.Thread):
             self.problem = f"{self.name}: {traceback.format_exc()}"
 
     def agreed(self, going: hi.Executor, number: int) -> bool:
-        """Return True if any rank's time is up; an all-reduce tells all ranks."""
+        """Return True if the time of any rank is up. An all-reduce makes the answer the same on all ranks."""
         (all,) = going(torch.tensor([float(time.monotonic() > self.until)]))
         return number > 0 and bool(all.item())
 
     def call(self, executor: hi.Executor, number: int) -> None:
-        """Call with the inputs of this number, which are the same on all ranks, and compare the result."""
+        """Draw the inputs of a call from its number, so that all ranks have the same; call, and compare the result."""
         random = Random(f"{self.program_name} {number}")
         sizes = {"M": random.choice(ROWS)}
         inputs = random_inputs(self.fusion, sizes, number)
@@ -121,7 +121,7 @@ class Caller(threading.Thread):
         self.counts[f"calls {self.program_name}"] += 1
 
     def refused(self, executor: hi.Executor, parts: Sequence[torch.Tensor | None], why: str) -> None:
-        """Make a call that every rank must refuse."""
+        """Make a call that every rank must refuse. `why` says what is wrong with its first input."""
         x, *rest = [part for part in parts if part is not None]
         odd = {"of a dtype": x.double(), "of a shape": x[:, :-1], "of odd rows": x.new_zeros(3, x.shape[1])}[why]
         try:
@@ -138,7 +138,7 @@ def doubled(x: int) -> int:
 
 
 class Beside:
-    """Activities of a rank's main thread. Each one raises if its result is wrong."""
+    """The activities of a rank's main thread. An activity raises an exception if its result is wrong."""
 
     def __init__(self, rank: int, hold: float) -> None:
         self.rank, self.hold, self.process_id = rank, hold, os.getpid()
@@ -231,13 +231,16 @@ class Beside:
             signal.signal(number, self.hear)
 
     def hear(self, number: int, frame: FrameType | None) -> None:
-        """Count the signal. A forked child inherits this handler; there it exits, as a pool waits for its workers."""
+        """Count a signal.
+
+        A forked child inherits this handler, and exits here. Otherwise a pool would wait for its workers forever.
+        """
         if os.getpid() != self.process_id:
             os._exit(128 + number)
         self.heard[number] += 1
 
     def signals(self) -> None:
-        """Get a signal from this or another process; sometimes install its handler again first."""
+        """Send a signal from this process or another, and wait for it; sometimes install its handler again before."""
         number = self.random.choice((signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2))
         if self.random.random() < 0.3:
             self.handle(number)
@@ -253,7 +256,10 @@ class Beside:
 
 # A job ------------------------------------------------------------------------------------------------------------
 def too_late() -> None:
-    """End a rank that hangs. With `faulthandler.dump_traceback_later` its forked children could not exit."""
+    """End a rank that hangs.
+
+    `faulthandler.dump_traceback_later` is no alternative: with it, forked children of the rank could not exit.
+    """
     faulthandler.dump_traceback()
     os._exit(1)
 
@@ -295,7 +301,7 @@ def on_this_rank(seconds: float, hold: float) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a job and print the counts of its ranks; return 1 if it failed."""
+    """Run the job, and print the counts of each rank; return 1 if the job failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--hold", type=float, default=12.0, help="seconds that the GIL is held")

@@ -1,16 +1,18 @@
-"""Figures on hostir's structure: lines of each package, long functions and classes, import circles, globals, hand-kept
-lists of classes, long signatures, files that a new statement changes, and functions of a warm call.
+"""Measure hostir's structure: lines of each package, long functions, large classes, import circles, and more.
 
     python -m benchmarks.structure
     python -m benchmarks.structure --root ../before --out benchmarks/results/structure
 
+The other figures are: globals that functions bind anew, lists of classes that are kept by hand, long signatures, the
+files that a new statement changes, and the functions of a warm call.
+
 Lines are code, docstrings, comments, imports or blank. Kernels may be longer than other functions. An import circle is
-a set of modules of which each imports each other, directly or through others; an import within a function counts, one
-for a type checker does not. A hand-kept list of classes is an `isinstance`, a `case`, or the
-keys and items of a literal that name classes of statements or of operations of an unrolled program. It counts in the
-packages that should ask for traits instead, `ROOMS`. The files that a new statement changes are taken
-from docs/extending.md, as in the test of that page. Parameters of a method do not include `self`. A warm call is the
-fourth call `executor(a, b, out=(c,))` of a program on one CPU process; its chain is the deepest stack of hostir's
+a set of modules that all import each other, directly or through other modules. Imports within functions count; imports
+for type checkers only do not count. A list of classes that is kept by hand is an `isinstance`, a `case` or a literal
+that names classes of statements, or classes of operations of an unrolled program. Such lists are counted in the
+packages `ROOMS`, which should ask for traits instead. The files that a new statement changes are taken from
+docs/extending.md, as in the test of that page. The parameters of a method do not include `self`. A warm call is the
+fourth call `executor(a, b, out=(c,))` of a program on one CPU process. Its chain is the deepest stack of hostir's
 functions.
 """
 
@@ -74,7 +76,7 @@ print("\\n".join(deepest), "", *sorted(called), sep="\\n")
 
 
 def lines_of(text: str) -> Counter[str]:
-    """Return the number of lines of a module by kind."""
+    """Return the number of lines of a module that are code, docstrings, comments, imports or blank."""
     tree = ast.parse(text)
     kinds = dict.fromkeys(range(1, len(text.splitlines()) + 1), "code")
     for n, line in enumerate(text.splitlines(), 1):
@@ -115,7 +117,7 @@ def classes(texts: dict[str, str]) -> set[str]:
 
 
 def lists(name: str, text: str, known: set[str]) -> Iterator[str]:
-    """Yield the places where a module lists several of these classes, or tests for an instance of one."""
+    """Yield the places where a module lists several of the classes `known`, or tests for an instance of one of them."""
     for node in ast.walk(ast.parse(text)):
         named = []
         if (
@@ -145,7 +147,7 @@ def _names(node: ast.AST) -> list[str]:
 
 
 def long_signatures(name: str, text: str) -> Iterator[str]:
-    """Yield functions of more than LONG parameters; Triton kernels are marked."""
+    """Yield the functions with more than LONG parameters. Triton kernels are marked."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             arguments = node.args
@@ -167,14 +169,14 @@ def long_signatures(name: str, text: str) -> Iterator[str]:
 
 
 def long_functions(name: str, text: str) -> Iterator[str]:
-    """Yield functions of more than LONG_FUNCTION lines."""
+    """Yield the functions with more than LONG_FUNCTION lines."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef) and (lines := _last_line(node) - node.lineno + 1) > LONG_FUNCTION:
             yield f"{name}:{node.lineno}: {node.name}, {lines}"
 
 
 def large_classes(name: str, text: str) -> Iterator[str]:
-    """Yield classes of more than LARGE_CLASS methods."""
+    """Yield the classes with more than LARGE_CLASS methods."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ClassDef):
             methods = sum(isinstance(member, ast.FunctionDef) for member in node.body)
@@ -183,14 +185,14 @@ def large_classes(name: str, text: str) -> Iterator[str]:
 
 
 def rebound_globals(name: str, text: str) -> Iterator[str]:
-    """Yield the module globals that functions bind anew."""
+    """Yield the `global` statements, with which functions bind module globals anew."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Global):
             yield f"{name}:{node.lineno}: {', '.join(node.names)}"
 
 
 def import_circles(texts: dict[str, str]) -> list[str]:
-    """Return the import circles: each a line of the modules that import each other."""
+    """Return the import circles. Each is a text with the names of its modules."""
     names = {_module(path): path for path in texts}
     imported = {name: set(_imports(ast.parse(texts[path]), names)) - {name} for name, path in names.items()}
     reached = {name: _reachable(name, imported) for name in names}
@@ -203,7 +205,7 @@ def _module(path: str) -> str:
 
 
 def _imports(node: ast.AST, names: Collection[str]) -> Iterator[str]:
-    """Yield the modules of `names` that the code below a node imports, but for type checkers only."""
+    """Yield those of the modules `names` that the code below a node imports. Imports for type checkers are left out."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
             continue
@@ -218,7 +220,7 @@ def _imports(node: ast.AST, names: Collection[str]) -> Iterator[str]:
 
 
 def _reachable(name: str, imported: dict[str, set[str]]) -> set[str]:
-    """Return the modules that a module imports, directly or through others."""
+    """Return all modules that a module imports, directly or through other modules."""
     seen: set[str] = set()
     waiting = [name]
     while waiting:
@@ -229,20 +231,20 @@ def _reachable(name: str, imported: dict[str, set[str]]) -> set[str]:
 
 
 def statements_of(root: Path) -> dict[str, str]:
-    """Return the sections of docs/extending.md that add a statement, by title."""
+    """Return the sections of docs/extending.md that add a statement. The keys are the titles."""
     page = (root / "docs/extending.md").read_text()
     sections = (section.partition("\n") for section in re.split(r"^## ", page, flags=re.MULTILINE)[1:])
     return {title: text for title, _, text in sections if "statement" in title}
 
 
 def touched(root: Path, section: str) -> list[str]:
-    """Return the files of hostir that a section changes."""
+    """Return the files of hostir that a section of docs/extending.md changes."""
     paths = (anchor(root, name).path.relative_to(root).as_posix() for name in CHANGE.findall(section))
     return [*dict.fromkeys(paths)]
 
 
 def warm_call(root: Path) -> tuple[list[str], list[str]]:
-    """Return the deepest chain of a warm call, and every function that it calls."""
+    """Return the functions in the deepest stack of a warm call, and all functions that the call calls."""
     done = subprocess.run([sys.executable, "-c", WARM], cwd=root, capture_output=True, text=True, check=True)
     chain, _, called = done.stdout.partition("\n\n")
     return chain.split(), called.split()

@@ -1,14 +1,14 @@
-"""hostir's functions for torch, torch's own operators, and NCCL + cuBLAS: forward, and forward with backward.
+"""Compare hostir's functions for torch, torch's own operators, and NCCL + cuBLAS: forward, and forward with backward.
 
     torchrun --standalone --nproc-per-node 2 -m benchmarks.torch_operators --out benchmarks/results/torch_operators
     torchrun --standalone --nproc-per-node 2 -m benchmarks.torch_operators --rows 8B-gather:16,70B-scatter-trained
     torchrun --standalone --nproc-per-node 2 -m benchmarks.torch_operators --device cpu --shrink 64 --rows 8B-gather:16
 
-Rows are the first (`gather`) and the second (`scatter`) weight of the MLPs of Llama 3 8B and 70B with tensor
-parallelism 8, with M from 16 to 16384 tokens. `trained` rows compute the gradients of input and weight as well. Every
+A row of the table is the first (`gather`) or the second (`scatter`) weight of the MLP of Llama 3 8B or 70B with tensor
+parallelism 8, and M from 16 to 16384 tokens. `trained` rows compute the gradients of input and weight as well. Every
 call is timed eagerly and in a CUDA graph that the caller captures, all in one process group. floor = max(all matmuls by
-cuBLAS, all collectives by NCCL); a score is floor/time. Each mode has its own scores: hostir must reach 0.98 times
-the fastest peer's score in each mode.
+cuBLAS, all collectives by NCCL); a score is floor/time. Eager calls and graphs are scored separately. In each mode,
+hostir must reach 0.98 times the score of the fastest peer.
 
 The candidates:
 
@@ -18,8 +18,8 @@ The candidates:
                     fallbacks with plain collectives
     NCCL + cuBLAS   all_gather_into_tensor, reduce_scatter_tensor and torch.matmul
 
-The peers compute gradients as torchtitan's functions do: the gradient of the input by the other operator, the gradient
-of the weight by a matmul with the gathered tensor.
+The peers compute gradients as torchtitan's functions do. The gradient of the input of an all-gather + matmul is a
+matmul + reduce-scatter, and the other way round. The gradient of the weight is a matmul with the gathered tensor.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from hostir.torch import all_gather_matmul, column_parallel_linear, matmul_reduc
 
 
 class ByHand:
-    """NCCL and cuBLAS, one after the other. Matmuls compute their rows in `pieces` pieces."""
+    """NCCL and cuBLAS, one after the other. The rows of a matmul are computed in `pieces` pieces."""
 
     def __init__(self, pieces: int = 1) -> None:
         self.pieces = pieces
@@ -67,7 +67,7 @@ class ByHand:
         return a @ b if self.pieces == 1 else torch.cat([x @ b for x in a.chunk(self.pieces)])
 
     def gather(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gathered rows of `a`, and the matmul of these rows with `b`."""
+        """All-gather the rows of `a`; return them, and their product with `b`."""
         full = a.new_empty(a.shape[0] * dist.get_world_size(), a.shape[1])
         dist.all_gather_into_tensor(full, a)
         return full, self.product(full, b)
@@ -80,7 +80,7 @@ class ByHand:
 
 
 class Fused:
-    """torch's own operators."""
+    """torch's fused operators. On a CPU, torch's fallbacks with plain collectives run instead."""
 
     def gather(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         ops = torch.ops.symm_mem.fused_all_gather_matmul
@@ -95,7 +95,7 @@ class Fused:
 
 
 class Gathering(torch.autograd.Function):
-    """A peer's `gather(x) @ weight^T`, with gradients."""
+    """`gather(x) @ weight^T` by a peer, with gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, way: Any) -> Tensor:
@@ -111,7 +111,7 @@ class Gathering(torch.autograd.Function):
 
 
 class Scattering(torch.autograd.Function):
-    """A peer's `scatter(sum of x @ weight^T)`, with gradients."""
+    """`x @ weight^T` by a peer, summed over the ranks and scattered, with gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, way: Any) -> Tensor:
@@ -130,7 +130,7 @@ Layer = Callable[[Tensor, Tensor], Tensor]  # (input, weight) -> output
 
 
 class Operands(Subject):
-    """Tensors of a layer on this rank. The result is y; if `trained`, the result is the gradients of x and the weight.
+    """The tensors of a layer on this rank. The result is y, or the gradients of x and the weight if `trained`.
 
     Fields:
         gathers: True if x is gathered, False if y is scattered.
@@ -163,7 +163,7 @@ class Operands(Subject):
         dist.all_gather_into_tensor(self.full, self.x if self.gathers else self.dy)
 
     def step(self, layer: Layer) -> Any:
-        """Return the result of a layer: y, or the gradients. This call is timed."""
+        """Run a layer, and return y, or the gradients if `trained`. This call is timed."""
         if not self.trained:
             return layer(self.x, self.weight)
         with torch.enable_grad():
@@ -187,7 +187,10 @@ class Operands(Subject):
         )
 
     def rows(self, a: Tensor, b: Tensor, summed: bool) -> tuple[Tensor, Tensor]:
-        """Sample rows of `a @ b`; if `summed`, of this rank's rows of its sum over ranks. Return numbers and values."""
+        """Return the indices of some rows of `a @ b`, and these rows in float64.
+
+        If `summed`, they are rows of this rank's part of the sum of `a @ b` over the ranks.
+        """
         if summed:
             return summed_rows(self.row.M, self.ranks, self.rank, lambda rows: a[rows].double() @ b, self.device)
         rows = torch.cat([torch.arange(0, len(a), max(len(a) // 64, 1)), torch.tensor([len(a) - 1])]).unique()
@@ -242,7 +245,7 @@ class Operands(Subject):
 
 
 class GradientJudge(Judge):
-    """Judge of gradients: the rows of x's gradient, then the rows of the weight's gradient."""
+    """Compares gradients with a reference: the rows of x's gradient, then the rows of the weight's gradient."""
 
     def spoil(self, c: Any) -> None:
         for gradient in c:

@@ -118,14 +118,14 @@ class Llama(nn.Module):
 
 
 def rounded(x: Tensor, axis: int) -> Tensor:
-    """Round numbers to e4m3. Each slice along `axis` has a scale that is a power of two."""
+    """Round numbers to e4m3 as the fp8 layers do. Each slice along `axis` has a scale that is a power of two."""
     wide = x.double()
     scale = (wide.abs().amax(axis, keepdim=True).clamp(min=1e-30) / 448).log2().ceil().exp2()
     return (wide / scale).to(torch.float8_e4m3fn).double() * scale
 
 
 class Float8Product(torch.autograd.Function):
-    """`x @ weight^T`. The gradient of the weight uses a rounded dy if ranks would gather dy (`gathers_dy`)."""
+    """`x @ weight^T` with rounded operands. If `gathers_dy`, the gradient of the weight also uses a rounded dy."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, gathers_dy: bool) -> Tensor:
@@ -214,7 +214,7 @@ def average(model: nn.Module, replicas: DeviceMesh) -> None:
 
 
 def sequences(count: int, tokens: int, vocabulary: int, fresh: torch.Generator) -> Tensor:
-    """Draw sequences that count on from a random token in steps of 1, 2 or 3, which a model can learn."""
+    """Draw sequences that a model can learn: each counts up from a random token, in steps of 1, 2 or 3."""
     first = torch.randint(vocabulary, (count, 1), generator=fresh)
     return (first + torch.randint(1, 4, (count, 1), generator=fresh) * torch.arange(tokens + 1)) % vocabulary
 
@@ -301,7 +301,7 @@ class Trainer:
             self.loss = self.computed(self.given)
 
     def step(self, number: int) -> str:
-        """Train one step and return a line about it. Steps count from 1; the first has the longest sequences."""
+        """Train one step and return a line about it. Steps count from 1; the first step has the longest sequences."""
         tokens = self.tokens(longest=number == 1)
         states = {name: full(value).clone() for name, value in self.model.state_dict().items()} if self.alone else {}
         loss = self.gradients(tokens)

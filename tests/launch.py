@@ -138,7 +138,10 @@ def _server(interpret: str | None) -> socket.socket:
 
 # In the server ----------------------------------------------------------------------------------------------------
 def serve(requests: socket.socket) -> tuple[dict[str, Any], socket.socket]:
-    """Fork for every request; return, in the fork, the request and the socket for the exit code."""
+    """Fork a process for every request. Only the forked process returns.
+
+    It returns the request, and the socket to which the exit code is sent.
+    """
     while True:
         request, fds, _, _ = socket.recv_fds(requests, MAX_REQUEST_BYTES, 3)
         if not request:
@@ -159,7 +162,7 @@ def serve(requests: socket.socket) -> tuple[dict[str, Any], socket.socket]:
 
 
 def fork_ranks(ranks: int, port: int) -> set[int]:
-    """Fork the ranks and return their process ids; return an empty set in each rank, after setting its environment."""
+    """Fork the ranks, and return their process ids. In each rank, set the environment, and return an empty set."""
     job = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     os.environ.update(job, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     children = set()

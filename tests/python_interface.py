@@ -68,7 +68,7 @@ In signatures, `Extent` is a size: an integer, a name that the call binds (`"M"`
 
 
 def markdown() -> str:
-    """Return the page."""
+    """Return the page of the Python interface as Markdown."""
     parts = [PAGE]
     for title, names in SECTIONS:
         parts += [f"## {title}\n", *(_entry(name) for name in names)]

@@ -72,7 +72,7 @@ class BoundCall:
         self.guard(tensors)
 
     def guard(self, tensors: Sequence[Part]) -> None:
-        """Let calls like the current one with `tensors` fit, in the modes of torch that are on now."""
+        """Make `fits` accept later calls with tensors like `tensors`, as long as torch's modes are the same as now."""
         # The guards of torch.compile compare types, layouts, dtypes, devices and modes in C++.
         all_tensors = all(isinstance(x, torch.Tensor) for x in tensors)
         self.guards = (

@@ -274,7 +274,7 @@ class RankExecutor(Executor):
             self.watchdog = watchdog
 
     def rest(self) -> None:
-        """Drop all plans and what they hold, except those that CUDA graphs of the caller use. Later calls plan anew."""
+        """Drop all plans and their memory, except plans that the caller's CUDA graphs use. Later calls plan anew."""
         if self.watchdog is not None and self.watchdog.plan in self.plans.values():
             self.watchdog.unwatch()
         self._end_plans()

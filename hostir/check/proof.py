@@ -178,7 +178,7 @@ def judge(program: Program, order: Order, sizes: Mapping[str, int], calls: int) 
 
 
 def _unchecked(program: Program, why: str, hint: str) -> Diagnostic:
-    """Return the error that a program was not checked for races. `why` is the reason.
+    """Return the error for a program that was not checked for races. `why` is the reason.
 
     `prove` refuses a program with this error.
     """

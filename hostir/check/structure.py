@@ -159,8 +159,8 @@ class _Checker:
     def flags(self, s: Statement) -> Iterator[Diagnostic]:
         """Yield a finding if a statement misuses flags.
 
-        It must not read, write or view them as numbers, and must not allocate them in a buffer that peers cannot
-        signal.
+        A statement must not read, write or view flags as numbers. It must not allocate them in a buffer that peers
+        cannot signal.
         """
         if s.buffer and not s.symmetric and _holds_flags(s.buffer):
             hint = f"{s.buffer}: {s.buffer.type} = allocate_symmetric"

@@ -54,14 +54,14 @@ class Entry:
 
     @staticmethod
     def measured(program: Program, eager: float | None, graph: float | None = None, failure: str = "") -> Entry:
-        """Return the measurement of a program in all ways. If `graph` is None, the program cannot be captured."""
+        """Return the measurement with these two times of a program. If `graph` is None, it cannot be captured."""
         captured_by_caller = any(s.collective for s in program.walk())
         out = ranked_by("out", eager, graph, captured_by_caller=captured_by_caller)
         return Entry(program.digest, eager, graph, failure, out, replays=graph is not None)
 
     @staticmethod
     def of(digest: str, calls: str, us: float) -> Entry:
-        """Return the measurement of calls that are made as `calls` says: `eager` or `out`."""
+        """Return the measurement with one time, of calls that are made as `calls` says: `eager` or `out`."""
         return Entry(digest, out=us) if calls == "out" else Entry(digest, eager=us)
 
     def time(self, calls: str) -> float | None:
@@ -71,7 +71,10 @@ class Entry:
         return self.out if calls == "out" else self.eager
 
     def merged(self, later: Entry) -> Entry:
-        """Return this measurement with the times of a later one, which replaces it if the program has changed."""
+        """Return this measurement with the times of a later one.
+
+        The later one replaces it if the program has changed, or if the later one failed.
+        """
         if self.digest != later.digest or later.failure:
             return later
         times = {name: getattr(later, name) or getattr(self, name) for name in ("eager", "graph", "out")}

@@ -138,7 +138,7 @@ class RangedExecutor(Executor):
         """Do nothing, because the executors of the candidates drop their plans themselves."""
 
     def _renew(self) -> None:
-        """Begin trials that have not ended anew. The executors of the candidates drop their plans themselves."""
+        """Restart the trials that have not ended. The executors of the candidates drop their plans themselves."""
         for trial in self.trials.values():
             trial.restart()
 

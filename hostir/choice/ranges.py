@@ -135,7 +135,7 @@ class Ranges:
     def tried(
         self, sizes: Mapping[str, int], choice: Choice, estimates: Sequence[Timing], first: bool, progress: TrialState
     ) -> None:
-        """Replace the choice for the sizes of a call by what a trial has found so far.
+        """Replace the choice for the sizes of a call by the result of a trial so far.
 
         Args:
             sizes: the sizes of the call.
@@ -223,7 +223,7 @@ class Ranges:
 
     @property
     def ranges(self) -> tuple[Range, ...]:
-        """The ranges of the free size. A range has neighbouring values with the same choice, for the same reason.
+        """The ranges of the free size. In a range, the chosen candidate and the field `source` are the same.
 
         The tuple is empty if several sizes are free.
         """
@@ -322,6 +322,6 @@ def _fitting(size: int, multiple: int) -> int:
 
 
 def _multiple(name: str, decider: Decider) -> int:
-    """Return the smallest number such that all its multiples fit every candidate as values of the size `name`."""
+    """Return the smallest n such that every candidate can run with every multiple of n as the size `name`."""
     sizes = [d.size for program in decider.candidates.programs.values() for d in program.divisions]
     return lcm(*(size.den for size in sizes if name in size.names))

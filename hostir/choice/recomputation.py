@@ -1,8 +1,8 @@
 """Find the forward pass that torch's activation checkpointing recomputes.
 
 Activation checkpointing (`torch.utils.checkpoint` with `use_reentrant=False`) runs a part of the forward pass a second
-time during the backward pass. It describes this part by an object, its frame. The frame is reachable from the hooks for
-saved tensors, during the forward pass and during the recomputation.
+time during the backward pass. torch describes this part by an object, its frame. The hooks for saved tensors refer to
+the frame, during the forward pass and during the recomputation.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Checkpointed(Generic[T]):
         return len(self._forward) > 0
 
     def append(self, item: T) -> None:
-        """Keep the item of a call of the forward pass. Outside checkpointed parts, do nothing."""
+        """Keep an item for the current call, in the forward pass. Outside checkpointed parts, do nothing."""
         if (part := frame()) is not None:
             self._forward.setdefault(part, []).append(item)
 

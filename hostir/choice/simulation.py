@@ -208,7 +208,7 @@ class Costs:
         return self.alone(task) / self.gemms.time_on(task.work, sms)
 
     def width(self, task: CostTask) -> float:
-        """Return the larger of two shares that a computation can use: a share of the SMs, or of the memory's rate."""
+        """Return the larger of two shares that a computation uses: its share of the SMs, or of the memory bandwidth."""
         if not isinstance(task.work, Gemm):
             return 1.0
         return min(1.0, max(self.gemms.filled(task.work), self.gemms.streaming(task.work) / self.alone(task)))

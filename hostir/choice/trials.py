@@ -9,9 +9,9 @@ A B B A A B. The time of a call is the time of its slowest rank. The candidate w
 gives up its memory, so at most two candidates hold memory at a time.
 
 All ranks must run the same candidate in the same call. In every call of a trial, the rank that comes first writes to
-the store what kind of call it makes, and the other ranks follow it. So the ranks agree even if one of them captures a
-CUDA graph, in which no candidate can be timed. At the end of a duel all ranks meet, and exchange their times. After the
-trial, calls cost no more than the calls of any executor.
+the store which candidate runs: the next one of the trial, the best one so far, or a certain one again. The other ranks
+follow it. So the ranks agree even if one of them captures a CUDA graph, in which no candidate can be timed. At the end
+of a duel all ranks meet, and exchange their times. After the trial, calls cost no more than the calls of any executor.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ TRY, KEEP = "try", "keep"  # kinds of calls: run the next candidate of the trial
 
 
 class Lap:
-    """The time of one call on a CPU, by the wall clock. The call ends when it returns."""
+    """Measures one call on a CPU by the wall clock, from the creation of this object to `stop`."""
 
     def __init__(self) -> None:
         self.began = time.perf_counter()
         self.seconds = nan
 
     def stop(self) -> None:
-        """End the time."""
+        """Stop the clock."""
         self.seconds = time.perf_counter() - self.began
 
     def us(self) -> float:
@@ -61,7 +61,7 @@ class Lap:
 
 
 class CudaLap(Lap):
-    """The time of one call on CUDA, between two events on the caller's stream."""
+    """Measures one call on CUDA by two events on the caller's stream."""
 
     def __init__(self) -> None:
         self.first, self.last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -90,7 +90,7 @@ class Trial:
         rivals: the candidates to try, with estimated times, the fastest first. Those of rank 0 count.
         captured: the candidate that runs in captures of CUDA graphs before the first duel.
         execute: returns the executor of a candidate.
-        estimate: returns the estimated time of a candidate at some sizes.
+        estimate: returns the estimated time of a candidate for some sizes.
         budget: the seconds that the trial may add to the calls. If rank 0 passes 0, there is no trial.
         publish: called with the progress after each duel.
     """
@@ -116,7 +116,7 @@ class Trial:
         self.restart()
 
     def restart(self) -> None:
-        """Begin the trial anew, as all ranks do after a call that ended midway."""
+        """Restart the trial. All ranks do this after a call that ended midway."""
         self.progress = TrialState(next(iter(self.estimates)), rivals=len(self.estimates))
         self.waiting = list(self.estimates)[1:]  # challengers that have not been tried
         self.challenger: Candidate | None = None
@@ -131,7 +131,7 @@ class Trial:
 
     @property
     def is_over(self) -> bool:
-        """True if all later calls run the winner: the trial has ended, and nothing is left to be recomputed."""
+        """True if all later calls run the winner: the trial has ended, and no checkpointed part can be recomputed."""
         return self.progress.done and not self.checkpointed
 
     def call(self, sizes: Mapping[str, int], inputs: Sequence[Any], out: Any) -> tuple[Executor, tuple[Any, ...]]:
@@ -159,7 +159,7 @@ class Trial:
         self._finish()
 
     def _recover(self) -> None:
-        """Begin the trial anew before this call, if the ranks renew their state: the call then uses the new state."""
+        """Recover from a failure before this call. If the ranks renew their shared state, the trial restarts."""
         executor = self.execute(self.progress.best)
         if isinstance(executor, RankExecutor):
             executor.recover()
@@ -201,11 +201,14 @@ class Trial:
 
     @property
     def _kept(self) -> Candidate:
-        """The best candidate for a call that cannot be timed."""
+        """The candidate for a call that cannot be timed: the best so far, or `captured` before the first duel."""
         return self.progress.best if self.met else self.captured
 
     def _first(self, mine: str) -> str:
-        """Return the kind of this call that the first rank to make it has written. If no rank has, write `mine`."""
+        """Return the proposal for this call of the rank that comes first. All ranks follow it.
+
+        `mine` is the proposal of this rank: TRY, KEEP, or the index of a candidate.
+        """
         if self.session is None or self.session.size == 1:
             return mine
         with self.session.asking(f"call {self.number} of the trial of {self.name}"):
@@ -220,7 +223,7 @@ class Trial:
         return [json.loads(each) for each in self.session.exchange(where, text, PATIENCE, where)]
 
     def _meet(self, executor: Executor, inputs: Sequence[Any], out: Any) -> None:
-        """End a duel, and begin the next one. All ranks call this after the same call, whose tensors are passed."""
+        """End a duel, and begin the next one. All ranks call this after the same call, with its tensors."""
         executor.synchronize()
         if not self.met:
             settings = self._exchange([self.budget, [list(self.estimates).index(c) for c in self.waiting]])[0]
@@ -324,5 +327,5 @@ class Trial:
 
 
 def _finite(us: float) -> float | None:
-    """Return a time for JSON: None if it is not known."""
+    """Return a time for JSON: None if it is not finite."""
     return us if isfinite(us) else None

@@ -28,8 +28,8 @@ def witnesses(
     Return a dictionary from the index of a finding to the seed and the failure message of a run that shows it. A
     finding that no run shows has no entry. `hostir run --no-check --repeat CALLS --schedule-seed SEED` repeats a run.
 
-    A run that hangs or raises shows all findings. A run with wrong results shows a race only if the second access of
-    the race came before the first access. Such a run shows all findings of other categories.
+    A run that hangs or raises shows all findings. A run with wrong results shows all findings except some races: it
+    shows a race only if the second access of the race came before the first access.
     """
     inputs = [random_inputs(program, sizes, turn) for turn in range(calls)]
     if sum(x.numel() for x in inputs[0]) > MAX_ELEMENTS:

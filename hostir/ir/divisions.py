@@ -18,7 +18,7 @@ def divisions_of(inputs: Iterable[Value], statements: Iterable[Statement]) -> tu
     """Return every `Division` that a program needs.
 
     Several values and statements may need the same quotient. Then the result has a `Division` for each of them, because
-    each has another reason for messages. The `Division` with the most helpful reason comes first. A Stream axis of a
+    their messages give different reasons. The `Division` with the most helpful reason comes first. A Stream axis of a
     fusion adds no division. It only asks the strategy to use slices.
     """
     statements = tuple(statements)

@@ -448,7 +448,7 @@ class Operands:
 
     @cached_property
     def viewed(self) -> Value | None:
-        """The value that the statement's result shows a view of; None if the result is not a view."""
+        """The value of which the statement's result is a view; None if the result is not a view."""
         return next(self.values(Codec.ALIAS), None)
 
     @cached_property

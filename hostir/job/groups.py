@@ -104,8 +104,9 @@ class Groups:
     def renew(self, seconds: float) -> None:
         """Reset the state that the ranks share, after a call that ended midway. All ranks call this.
 
-        Communications and kernels that wait for peers are ended. Symmetric memory gets its first contents. The process
-        groups are dropped and created again when needed, because their ranks have begun different communications.
+        Communications and kernels that wait for peers are ended. Symmetric memory is reset to its initial contents. The
+        process groups are dropped and created again when needed, because their ranks have begun different
+        communications.
 
         Args:
             seconds: the time that the other ranks wait for this rank.

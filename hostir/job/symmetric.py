@@ -200,7 +200,7 @@ class SharedMemory:
         return buffer if buffer.shape == op.shape else self.flat[place][: prod(op.shape)].view(op.shape)
 
     def clear(self, rank: int) -> None:
-        """Fill the buffers of a rank with their first contents: NaN for floating-point numbers, 0 for flags."""
+        """Fill the buffers of a rank with their initial contents: NaN for floating-point numbers, 0 for flags."""
         for (_, owner), buffer in self.flat.items():
             if owner == rank:
                 buffer.fill_(float("nan") if buffer.is_floating_point() else 0)
@@ -297,7 +297,7 @@ class SymmetricMemory:
         return sorted(memories, key=lambda memory: memory.number)
 
     def renew(self, abort: Callable[[], None], seconds: float) -> None:
-        """Give all memory its first contents again, after a call that ended midway. All ranks call this.
+        """Reset all memory to its initial contents, after a call that ended midway. All ranks call this.
 
         A rank waits until no rank uses any memory, clears its memory, and waits until all ranks have cleared their
         memory.
@@ -367,7 +367,7 @@ class SymmetricMemory:
         self._release(set.intersection(*map(set, by_rank)))
 
     def _release(self, numbers: Set[int]) -> None:
-        """Release memories by their numbers. No rank uses them any more."""
+        """Release the memories with these numbers. No rank uses them any more."""
         for key in [key for key, memory in self.met.items() if memory.number in numbers]:
             self.met.pop(key).gone = True
             self.released += 1

@@ -164,7 +164,7 @@ class Watchdog:
             self.replaced.clear()
 
     def unwatch(self) -> None:
-        """Stop watching the latest plan, so that it can be destroyed. No call of the plan runs."""
+        """Stop watching the latest plan, so that it can be destroyed. When this is called, no call of the plan runs."""
         with self.inspecting:
             self.plan = None
         self.replaced.clear()

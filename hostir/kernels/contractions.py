@@ -157,10 +157,10 @@ def _scaled_matmul_by_blocks(
     ready: ReadyFlags | None = None,
     **options: Any,
 ) -> Again | None:
-    """Compute a scaled matmul as a kernel from `_by_blocks` does.
+    """Compute a scaled matmul in blocks of rows, as the kernels that `_by_blocks` returns do.
 
-    Raises HostIRError if `ready` is set and the scales of the rows are not at equal distances in memory. The kernel
-    would have to copy such scales before the rows arrive.
+    Raises HostIRError if `ready` is set and the scales of the rows have no constant stride. Such scales would have to
+    be copied before the launch, but they arrive only with the rows.
     """
     if ready is not None and scale_a.numel() > 1 and rows(scale_a) is None:
         raise error(

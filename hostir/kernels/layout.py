@@ -42,7 +42,7 @@ def collapse(shape: Sequence[int], *strides: Sequence[int]) -> list[tuple[int, .
 def rows(t: torch.Tensor) -> torch.Tensor | None:
     """Return `t[..., K]` as a view `[M, K]`, with its leading axes flattened.
 
-    Return None if there is no such view, because the rows are not at equal distances in memory.
+    Return None if there is no such view, because the rows have no constant stride.
     """
     if t.ndim == 2:
         return t
@@ -56,7 +56,7 @@ def rows(t: torch.Tensor) -> torch.Tensor | None:
 
 
 def rows_or_copy(t: torch.Tensor) -> torch.Tensor:
-    """Return `t[..., K]` as `[M, K]`: a view if the rows are at equal distances in memory, else a contiguous copy."""
+    """Return `t[..., K]` as `[M, K]`: a view if the rows have a constant stride, else a contiguous copy."""
     flat = rows(t)
     return t.reshape(-1, t.shape[-1]) if flat is None else flat
 
@@ -66,8 +66,7 @@ def row_pieces(
 ) -> list[tuple[int, tuple[torch.Tensor, ...]]]:
     """Cut `count` rows of several tensors into the same pieces, so that each piece is one view in every tensor.
 
-    Rows are counted along the flattened leading axes. Within a piece, the rows of a tensor are at equal distances in
-    memory.
+    Rows are counted along the flattened leading axes. Within a piece, the rows of a tensor have a constant stride.
 
     Args:
         parts: the tensors, of any layouts, each with the index of its first row to take.
@@ -93,7 +92,7 @@ def row_pieces(
 def _rows_at(t: torch.Tensor, levels: Sequence[tuple[int, ...]], start: int, count: int) -> torch.Tensor:
     """Return rows `[start, start + count)` of `t` as a view `[count, K]`.
 
-    These rows must be at equal distances in memory.
+    These rows must have a constant stride.
 
     `levels` are the merged leading axes of `t`, as `collapse` returns them.
     """
@@ -107,9 +106,9 @@ def _rows_at(t: torch.Tensor, levels: Sequence[tuple[int, ...]], start: int, cou
 def block_of(x: torch.Tensor, other: torch.Tensor, block: int, blocks: int) -> list[torch.Tensor]:
     """Return the rows of one block of `x` as views. `block` is the index of the block among `blocks` equal blocks.
 
-    Returns one view `[rows, K]` if the block's rows are at equal distances in memory in `x` and also in `other`, else
-    several views. `other` must have the same leading axes as `x`. A call with `x` and `other` swapped cuts the block in
-    the same way.
+    Returns one view `[rows, K]` if the block's rows have a constant stride in `x` and also in `other`, else several
+    views. `other` must have the same leading axes as `x`. A call with `x` and `other` swapped cuts the block in the
+    same way.
     """
     flat = rows(x)
     if flat is not None and rows(other) is not None:

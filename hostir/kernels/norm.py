@@ -58,8 +58,8 @@ def _rms_norm_kernel(
 def rms_norm(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None = None, *, eps: float) -> None:
     """Compute `out = x / sqrt(mean(x^2) + eps) * weight` for each row of `x` in Triton, in f32, rounded once.
 
-    ATen computes the result instead if `x` has a dtype that Triton's kernels do not take (such as f64), if `x` has no
-    elements, or if the rows of `x` or `out` are not at equal distances in memory.
+    ATen computes the result instead if Triton's kernels do not take the dtype of `x` (such as f64), if `x` has no
+    elements, or if the rows of `x` or `out` have no constant stride.
     """
     flat, flat_out = rows(x), rows(out)
     if flat is None or flat_out is None or x.dtype not in DTYPES or not x.numel():

@@ -83,9 +83,9 @@ def row_scales(out: torch.Tensor, x: torch.Tensor, *, dtype: str, block: int = 0
     """Compute `out = max(amax / limit, 2^-126)` in Triton, for each row of `x`, or for each `block` elements of a row.
 
     `amax` is the largest absolute value of the row or block. `limit` is the largest number of `dtype`. If a row or
-    block contains NaN, its scale is NaN. ATen computes the scales instead if `x` has a dtype that Triton's kernels do
-    not take (such as f64), if `out` is not f32, if `x` has no elements, or if the rows of `x` or `out` are not at equal
-    distances in memory.
+    block contains NaN, its scale is NaN. ATen computes the scales instead if Triton's kernels do not take the dtype of
+    `x` (such as f64), if `out` is not f32, if `x` has no elements, or if the rows of `x` or `out` have no constant
+    stride.
     """
     flat, flat_out = rows(x), rows(out)
     if flat is None or flat_out is None or x.dtype not in DTYPES or out.dtype != torch.float32 or not x.numel():
@@ -108,9 +108,9 @@ def row_scales(out: torch.Tensor, x: torch.Tensor, *, dtype: str, block: int = 0
 def quantize(out: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, *, dtype: str) -> None:
     """Compute `out = x / scale` in fp8 in Triton, limited to the dtype's range and rounded to nearest even.
 
-    The kernel takes one scale for the tensor, a scale for each row, or a scale for each block of a row. ATen computes
-    the result instead if `x` has a dtype that Triton's kernels do not take (such as f64), if `scale` is not f32 or has
-    another shape, if `x` has no elements, or if the rows of `x`, `scale` or `out` are not at equal distances in memory.
+    The kernel takes f32 scales: one for the tensor, one for each row, or one for each block of a row. ATen computes the
+    result instead if Triton's kernels do not take the dtype of `x` (such as f64) or these scales, if `x` has no
+    elements, or if the rows of `x`, `scale` or `out` have no constant stride.
     """
     flat, flat_out, by = rows(x), rows(out), scale.expand(*x.shape[:-1], scale.shape[-1])
     by_rows = scale.reshape(1, 1).expand(x.shape[:-1].numel(), 1) if scale.numel() == 1 else rows(by)

@@ -28,7 +28,7 @@ def flat_scales(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b
     """Return the scales of the operands `a` `[..., K]` and `b` `[K, N]` in the shapes that kernels read.
 
     The scales of `a` become `[rows, 1]`, or block-wise `[rows, K / 128]`. The scales of `b` become `[1, N]`, or stay
-    block-wise. Both results are views if the rows of `scale_a` are at equal distances in memory.
+    block-wise. Both results are views if the rows of `scale_a` have a constant stride.
 
     Raises TypeError unless scales are float32, and ValueError if their shapes do not fit.
     """

@@ -193,7 +193,7 @@ class _TwoSteps:
         return value.name in self.defined
 
     def _added(self, other: Value, type: TensorType, k: int) -> str:
-        """Return which part of `other` is added to the rows of one rank.
+        """Return the part of `other` that is added to the rows of one rank.
 
         `all` stands for the complete tensor, and `rows` for the rows of this rank. An empty string says that `other`
         cannot be added between the reduce_scatter and the allgather.

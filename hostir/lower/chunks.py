@@ -23,8 +23,8 @@ class Chunks:
     """Builds an allreduce in chunks of rows.
 
     The product of a chunk has a block of rows for each rank, and sets a flag when it has computed a block. Copy engines
-    then send the block to its rank. They do so while the product of the next chunk runs. After this product, each rank
-    sums up its block of the first of these two chunks, and gets the sums of the other ranks.
+    then send the block to its rank, while the product of the next chunk runs. After that product, each rank sums up its
+    block of the earlier chunk, and gets the sums of the other blocks from the other ranks.
 
     Args:
         count: the number of chunks.

@@ -220,10 +220,9 @@ def _if_used(used: set[str], s: Statement) -> tuple[Statement, ...]:
 
 
 def _once(body: tuple[Statement, ...], outer: dict[Statement, Value]) -> tuple[tuple[Statement, ...], dict[str, Value]]:
-    """Return the body without repeated views, and a map. The map has the names of removed views.
+    """Return the body without repeated views, and a map from the name of each removed view to the view that it repeats.
 
-    Each removed view is mapped to the earlier view that it repeats. `outer` holds the views that are defined before the
-    body, in the program around it.
+    `outer` holds the views that are defined before the body, in the program around it.
     """
     seen, renamed, kept = dict(outer), dict[str, Value](), list[Statement]()
     for s in body:

@@ -49,7 +49,7 @@ class Front:
 
 
 def isolate(type: TensorType, mark: str) -> tuple[Axis, ...]:
-    """Return the axes of a tensor after the axis that is sharded over `mark` has been split.
+    """Return the axes of a tensor after a split of the axis that is sharded over the mesh axis `mark`.
 
     The ranks become a separate axis. Each factor outside or inside the ranks also becomes a separate axis.
     """

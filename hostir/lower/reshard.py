@@ -297,9 +297,10 @@ def _communication(s: Reshard, names: Names) -> Iterator[Statement]:
 
 
 def _shard(s: Reshard, mark: str, names: Names) -> Iterator[Statement]:
-    """Yield the statements that take each rank's block of a tensor that is not yet sharded over `mark`.
+    """Yield the statements that shard a tensor over the mesh axis `mark`, over which it is replicated.
 
-    If a rank's block is contiguous in its axis, the statement is a view. Otherwise the pieces of the block are copied.
+    Each rank takes its block of the tensor. If the block is contiguous in its axis, the only statement is a view.
+    Otherwise the pieces of the block are copied.
     """
     new = s.out.tensor.host()
     axis = next(a for a in new.axes if mark in a.marks)

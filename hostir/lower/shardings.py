@@ -138,7 +138,7 @@ class _Computation:
             homes[marks.pop()] = None
 
     def layout(self, axis: int, size: Size, marks: set[str]) -> Axis:
-        """Return an axis of the result, sharded over `marks`.
+        """Return an axis of the result, sharded over the mesh axes `marks`.
 
         The layout is taken from the annotation, or else from an operand. If neither fits, the axis is cut into plain
         blocks.
@@ -159,7 +159,7 @@ class _Computation:
         return next((a.without(STREAM) for a in candidates if set(a.without(STREAM).marks) == marks), None)
 
     def contracted_layout(self, marks: set[str]) -> Axis | None:
-        """Return the contracted axis, sharded over `marks`. Return None if the computation has no contracted axis."""
+        """Return the contracted axis, sharded over the mesh axes `marks`; None if there is no contracted axis."""
         axes = [self.types[i].axes[self.maps[i].index(CONTRACTED)] for i in self.contracting]
         layout = next((a.without(STREAM) for a in axes if set(a.marks) - {STREAM} == marks), None)
         return layout or (_blocks(self.mesh, axes[0].extent, marks) if axes else None)

@@ -24,7 +24,7 @@ from hostir.ir.source import Diagnostic, counted, is_first_rank, warn_user
 
 
 class ShardingWarning(UserWarning):
-    """A warning that a model may compute or train something else once one of its layers is sharded."""
+    """A warning that sharding a layer may change what the model computes or how it trains."""
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ def test_a_missing_refusal_of_a_size_is_reported(monkeypatch: pytest.MonkeyPatch
 
 
 def refusing(factor: int) -> object:
-    """Return a `misfits` that asks rows for `factor` times the true divisor."""
+    """Return a replacement for `misfits` that demands a multiple of `factor` times the true divisor."""
 
     def misfits(name: str, divisions: Sequence[Division], sizes: Mapping[str, int]) -> list[Diagnostic]:
         divisor = lcm(*(division.size.den for division in divisions)) * factor

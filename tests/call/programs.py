@@ -152,7 +152,7 @@ program @scattered(%a: {dtype}[{n}, {pieces}, {m}, {16 * n}@didx], %b: {dtype}[{
 
 
 def scattered_slices(mesh: str = "0 1 2 3", dtype: str = "f32", m: int | str = "M") -> str:
-    """As `scattered`, with two slices. Each rank receives rows of both slices, so its rows have no single stride."""
+    """`scattered` with two slices. Each rank receives rows of both slices, so its rows have no single stride."""
     n = len(mesh.split())
     return f"""hostir 1
 mesh @mesh [didx] = {mesh}

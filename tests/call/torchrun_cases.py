@@ -290,7 +290,10 @@ def different_sizes_are_refused() -> None:
 
 @case
 def new_sizes_are_compared_even_if_calls_are_not() -> None:
-    """As on CUDA, the later rank compares the new sizes, and no rank waits. Places are asked for; no call runs."""
+    """The rank that comes later compares new sizes, and no rank waits, as on CUDA.
+
+    The ranks only ask for places (`Executor.places`), so no call runs.
+    """
     executor, calls = Executor(programs.ag_matmul()), joined().calls
     report, calls.report = calls.report, lambda why: why  # a report would stop all further calls on every rank
     executor(*parts_of("bf16"))
@@ -396,7 +399,10 @@ def blocks_without_rows_between_blocks_with_rows() -> None:
 
 @case
 def rows_scattered_by_every_strategy() -> None:
-    """With and without gathered rows, in every dtype: results equal simulated ranks, and are near the exact result."""
+    """Results have the same bits as on simulated ranks, and are near the exact result, in every dtype.
+
+    In one of the patterns, the rows are gathered before.
+    """
     for dtype, pattern in product_of(COMPUTED, (patterns.row_parallel_scattered, patterns.mlp)):
         fusion = pattern(SIZE, S=2, M=4 * SIZE, K=4 * SIZE, dtype=dtype).program()
 
@@ -569,7 +575,7 @@ def growing_sizes_get_exactly_what_they_need_if_memory_is_short() -> None:
     free, first = resource.getrlimit(limit), 0
 
     def taken() -> int:
-        """The bytes of this program's memory: memory of earlier cases may go at any meeting."""
+        """Return the bytes of this program's memory. Memory of earlier cases may be released at any meeting."""
         mine = [of for (digest, _), of in memory.met.items() if digest == program.digest]
         return sum(of.offers[RANK].bytes for of in mine)
 

@@ -36,7 +36,7 @@ def test_one_rank_stands_for_many(form: str) -> None:
 
 
 def shorter(form: str, ranks: int) -> dict[str, Program]:
-    """Return the program without each statement that orders others, by line."""
+    """Return programs that lack one ordering statement each. A key has the line of the statement that is left out."""
     lines = reduce_scatter(form, ranks).splitlines()
     return {
         f"{n}: {line.strip()}": hi.parse("\n".join([*lines[:n], *lines[n + 1 :]]))

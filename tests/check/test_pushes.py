@@ -37,7 +37,7 @@ def program(*lines: str) -> hi.Program:
 
 
 def kinds(*lines: str) -> set[str]:
-    """Return the kinds of the checker's findings; simulated ranks must find an error if and only if it does."""
+    """Return the categories of the checker's findings. Simulated ranks must find an error exactly if there are any."""
     drawn = program(*lines)
     findings = {getattr(f, "category", "structure") for f in hi.check(drawn) if f.level == "error"}
     machine = rehearse(drawn, [random_inputs(drawn, {}, seed) for seed in (1, 2)])

@@ -47,7 +47,10 @@ program @p(%a: f32[{n}@x, 4], %b: f32[4, 4]) -> (%c) streams 3 {{
 
 
 def kinds(drawn: hi.Program) -> set[str]:
-    """Return the kinds of the checker's findings; simulated ranks must agree, and hang if it reports held SMs."""
+    """Return the categories of the checker's findings, and assert that simulated ranks agree.
+
+    They must deadlock exactly if the checker reports held SMs.
+    """
     findings = {getattr(f, "category", "structure") for f in hi.check(drawn) if f.level == "error"}
     guilt = failure_of(drawn, SEEDS)
     assert bool(findings) == bool(guilt), f"checker: {findings}; simulated ranks: {guilt}"

@@ -29,7 +29,7 @@ MESH = Mesh("mesh", ("didx",), (1,), (0,))
 
 # Relations between accesses ---------------------------------------------------------------------------------------
 def relations(program: Program, sizes: dict[str, int], calls: int = 1) -> Any:
-    """Return which accesses overlap and cover each other, or "refused" if a rank cannot be traced."""
+    """Return the relations between accesses: overlaps and coverage. Return "refused" if a rank cannot be traced."""
     tracers = [Tracer(rank, program, sizes) for rank in range(program.ranks)]
     try:
         for tracer in tracers:

@@ -112,7 +112,7 @@ def run(executor: hi.Executor, m: int) -> None:
 
 
 def with_times(monkeypatch: pytest.MonkeyPatch, fastest: dict[int, str]) -> None:
-    """Make each strategy the fastest from its number of rows on."""
+    """Make a strategy the fastest for sizes from `M` rows on, for each item `M: strategy` of `fastest`."""
     decided = Decider.choice
 
     def choice(self: Decider, sizes: dict[str, int], *rest: object) -> Choice:

@@ -59,7 +59,7 @@ CALLED: list[str] = []  # the strategies of the programs that ran
 
 @contextlib.contextmanager
 def times(by_strategy: Mapping[str, float]) -> Iterator[None]:
-    """Let a call of a strategy take as many microseconds as the mapping says. Also record the strategies in CALLED."""
+    """Make trials measure these times of strategies, in microseconds. Record the strategies of calls in CALLED."""
     CALLED.clear()
     honest, by_digest = RankExecutor.__call__, dict[str, str]()
 

@@ -26,7 +26,8 @@ Ended = subprocess.CompletedProcess[str]
 def on_ranks(ranks: int, commands: Mapping[str, Sequence[str]], folder: Path, **variables: str) -> dict[str, Ended]:
     """Run commands on `ranks` ranks; return for each the highest exit code, and the output of all ranks.
 
-    A command is the path of a script, or arguments of `hostir`. A command with the name of a fault runs with it.
+    A command is the path of a script, or arguments of `hostir`. If the key of a command is the name of a fault, the
+    command runs with this fault.
     """
     (folder / "commands.json").write_text(json.dumps(commands))
     job = launch(ranks, __file__, str(folder), env=environment(**variables), timeout=150)

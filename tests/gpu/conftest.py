@@ -10,7 +10,7 @@ import torch
 
 @pytest.fixture(autouse=True, scope="session")
 def _calls_are_compared() -> Iterator[None]:
-    """Set the variable for this process and the processes that tests start."""
+    """Set HOSTIR_COMPARE_CALLS in this process and in the processes that tests start."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOSTIR_COMPARE_CALLS", "1")
         yield

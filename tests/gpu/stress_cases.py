@@ -276,10 +276,10 @@ class Iteration:
 def iteration(
     seed: int, number: int, configs: Sequence[Config], forms: Sequence[str], mode: str = "random"
 ) -> Iteration:
-    """Draw one iteration, the same on every rank and independent of earlier ones.
+    """Draw one iteration. It is the same on every rank, and independent of earlier iterations.
 
-    At most one of two concurrent executors has kernels that hold SMs while they wait, because two of them could keep
-    SMs from each other's peers. Mode `fused_pairs` draws only such pairs.
+    Of two concurrent executors, only one may have kernels that hold SMs while they wait. Otherwise each of them could
+    hold the SMs that a peer of the other needs. But in mode `fused_pairs`, both have such kernels.
     """
     random = Random(f"iteration {seed} {number}")
     chosen = [random.randrange(len(configs))]

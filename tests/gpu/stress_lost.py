@@ -184,7 +184,7 @@ def report(name: str, ended: Sequence[Ended]) -> bool:
 
 
 def main() -> int:
-    """Runs as a rank where it was started as one, else as the driver. Returns the exit code."""
+    """Run one rank if the process was started as a rank, else start and watch the ranks; return the exit code."""
     parser = argparse.ArgumentParser(description="How the other ranks end when one is lost.")
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; all by default")
     parser.add_argument("--ranks", type=int, default=2)

@@ -113,7 +113,10 @@ class Stress:
         self.forget()
 
     def tensors_for(self, name: str, rows: int) -> list[torch.Tensor]:
-        """Return the tensors of the latest such call, or new ones, often at addresses of freed tensors."""
+        """Return the tensors of the latest call with this name and number of rows, or new tensors.
+
+        The addresses of new tensors often belonged to freed tensors.
+        """
         if (name, rows) in self.tensors and self.mine.random() < 0.6:
             return self.tensors[name, rows]
         a = torch.empty(rows, DEPTH, device="cuda", dtype=torch.bfloat16)

@@ -57,7 +57,7 @@ class Layer:
         return self.executors[seed % 2](*self.parts(seed))
 
     def check(self, seed: int) -> None:
-        """A call whose result is the rank's part of the unsharded product."""
+        """Make a call, and check that its result is the rank's part of the unsharded product."""
         (result,) = self.issue(seed)
         a, b = (x.to(self.device).double() for x in random_inputs(self.program, {}, seed=seed))
         (value,) = self.program.outputs
@@ -71,7 +71,7 @@ class Layer:
             self.check(seed)
 
     def steps(self) -> Iterator[tuple[list[Any], int]]:
-        """The steps that the first executor issues: each is a list of steps and a position in the list."""
+        """Yield a pair for each step that the first executor issues: a list that holds the step, and its index."""
         (plan,) = self.executors[0].plans.values()
         if tapes := getattr(plan, "tapes", None):  # native code issues most of the plan's steps
             lists = [taped.steps for taped in tapes.by_key.values() if taped is not None]
@@ -101,7 +101,7 @@ def first_error(calls: Callable[[], object]) -> str:
 
 
 def error_of(layer: Layer, seed: int, seconds: float = 60.0) -> str:
-    """The error of the first call that raises one: this call or a later one."""
+    """Make calls until one raises, and return the text of its error. Exit if none raises within `seconds`."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if message := first_error(lambda: layer.issue(seed)):
@@ -111,7 +111,7 @@ def error_of(layer: Layer, seed: int, seconds: float = 60.0) -> str:
 
 
 def main() -> None:
-    """Runs as one rank of a job."""
+    """Run as one rank of a job."""
     parser = argparse.ArgumentParser(description="Calls that fail midway on one rank.")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--every", type=int, default=5, help="fail at every K-th step", metavar="K")

@@ -200,7 +200,7 @@ class Unit:
         return worst
 
     def compare(self, outputs: Parts, others: Parts) -> torch.Tensor:
-        """Return 0 if two calls gave the same bits, else infinity."""
+        """Return 0 if the outputs of two calls have the same bits, else infinity."""
         odd = [differing(x, y) for x, y in zip(outputs, others, strict=True) if x is not None and y is not None]
         return torch.stack(odd).amax() if odd else torch.zeros((), dtype=torch.float64, device=self.device)
 

@@ -45,7 +45,7 @@ def captured_by_the_caller(executors: list[Executor], operands: list[Matrices]) 
 
 
 def captured_by_itself(executors: list[Executor], operands: list[Matrices]) -> list[Replay]:
-    """Let both executors capture on one stream; 33 executors always have two that share a stream."""
+    """Let both executors capture on one stream. Of 33 executors, two always share a stream."""
     captures = [executor._graphs for executor in executors]
     assert captures[0] is not None
     assert captures[1] is not None
@@ -60,7 +60,7 @@ def captured_by_itself(executors: list[Executor], operands: list[Matrices]) -> l
 
 
 def wrong(capture: Callable[..., list[Replay]], stream: str) -> int:
-    """Return the number of concurrent replays with other bits than a single call."""
+    """Return the number of concurrent replays whose bits differ from those of a single call."""
     executors = [products(*shape, stream) for shape in SHAPES]
     executors[1]._machine.streams[:] = executors[0]._machine.streams  # 33 executors always have two that share streams
     operands: list[Matrices] = []

@@ -61,7 +61,7 @@ def plan_of(executor: hi.Executor) -> GlooPlan:
 
 
 def insert(executor: hi.Executor, step: Callable[[], object]) -> None:
-    """Let the caller's lane begin with another step."""
+    """Insert a step at the beginning of the caller's lane."""
     lane = plan_of(executor).lanes[CALLER]
     lane.steps.insert(0, step)
     lane.ops.insert(0, lane.ops[0])
@@ -72,7 +72,7 @@ INTERRUPTED = "rank 1 was interrupted in @{} by KeyboardInterrupt"
 
 
 def interrupted_where_it_waits_for_its_threads(name: str, text: str) -> None:
-    """An interrupt while a rank waits for its threads: their work cannot be undone, so no rank makes another call."""
+    """Interrupt rank 1 while it waits for its threads. Their work cannot be undone, so no rank makes another call."""
     executor = called(text)
     if RANK == 1:
         vars(plan_of(executor))["execute"] = interrupt
@@ -83,7 +83,7 @@ def interrupted_where_it_waits_for_its_threads(name: str, text: str) -> None:
 
 
 def interrupted_in_a_step(name: str, text: str) -> None:
-    """The calls of all ranks go on."""
+    """Interrupt rank 1 in a step of a call. The calls of all ranks go on."""
     executor = called(text)
     if RANK == 1:
         insert(executor, interrupt)
@@ -94,7 +94,7 @@ def interrupted_in_a_step(name: str, text: str) -> None:
 
 
 def interrupted_where_ranks_meet(name: str, text: str) -> None:
-    """Rank 1 is interrupted in calls of new sizes, which it has posted; the calls of all ranks go on."""
+    """Interrupt rank 1 in calls with new sizes, after it has posted its call. The calls of all ranks go on."""
     executor = called(text)
     for m, call in ((12, executor), (16, executor.places)):
         if RANK == 1:
@@ -108,7 +108,7 @@ def interrupted_where_ranks_meet(name: str, text: str) -> None:
 
 
 def interrupted_once_ranks_have_met(name: str, text: str) -> None:
-    """Rank 1 is interrupted in the first call of an executor, to which rank 0 has given its number."""
+    """Interrupt rank 1 in the first call of an executor, after the ranks have met. The calls of all ranks go on."""
     called(text)
     executor, meetings = hi.Executor(hi.parse(text)), joined().meetings
     meet = meetings.meet
@@ -131,7 +131,7 @@ def fail(*_: object, **__: object) -> None:
 
 
 def a_rank_that_is_far_ahead_hears_of_a_call_that_ended_midway(name: str, text: str) -> None:
-    """Rank 0 waits until rank 1 follows, which fails at the end of a call that rank 0 has ended."""
+    """Rank 1 fails at the end of a call, while rank 0 is so many calls ahead that it waits for rank 1."""
     alone, executor = hi.Executor(hi.parse(RELU)), called(text)
     alone(rows(8))
 
@@ -156,7 +156,7 @@ def a_rank_that_is_far_ahead_hears_of_a_call_that_ended_midway(name: str, text: 
 
 
 def plans_that_fail(name: str, text: str, why: str) -> None:
-    """Rank 1 has no plan for new sizes, which rank 0 runs; the calls of all ranks go on."""
+    """Rank 1 fails to make a plan for new sizes, and rank 0 makes the call. The calls of all ranks go on."""
     executor = called(text)
     machine = executor._machine
     for m in (12, 16):
@@ -176,7 +176,7 @@ def refuse(*_: object, **__: object) -> None:
 
 
 def renewals_that_fail(name: str, text: str, where: str, why: str) -> None:
-    """Rank 1 does not end its renewal: no rank makes another call, and each says why."""
+    """Rank 1 fails in its renewal. No rank makes another call, and each says why."""
     executor = called(text)
     if RANK == 1:
         insert(executor, fail)

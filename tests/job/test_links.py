@@ -1,4 +1,4 @@
-"""Links carry events between ranks: in one order, with deaths at once, and without strangers."""
+"""Links carry events between ranks: all ranks get them in one order, learn of deaths at once, and refuse strangers."""
 
 from __future__ import annotations
 

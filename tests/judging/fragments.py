@@ -107,7 +107,7 @@ class Draft:
         return self.random.choice(self.readable(layout))
 
     def write(self, layout: str, *excluded: str, symmetric: bool | None = None) -> str:
-        """Return a buffer that the next statement overwrites completely."""
+        """Draw a buffer with a layout, except those in `excluded`. The next statement must overwrite it completely."""
         names = [name for name, k in BUFFERS.items() if k == layout and name not in excluded]
         if symmetric is not None:
             names = [name for name in names if (name in SYMMETRIC) == symmetric]
@@ -394,7 +394,7 @@ def pipeline(d: Draft) -> None:
 
 
 def pipeline_on_one_rank(d: Draft) -> None:
-    """Add such a loop without communication; it uses a few slots, or allocates a buffer in each round."""
+    """Add a loop over streams without communication. It uses a few slots, or allocates a buffer in each round."""
     d.fence()  # the streams of the rounds wait for the caller's stream
     t, a, b, c = d.name("slots"), d.name("x"), d.name("t"), d.name("y")
     slots, x, anew = d.random.randrange(1, 4), d.read("whole"), d.chance(0.3)

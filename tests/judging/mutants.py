@@ -136,7 +136,7 @@ def edit(operator: Callable[[Place], Iterator[Edit]]) -> Callable[[Place], Itera
 
 # Deletions --------------------------------------------------------------------------------------------------------
 def called(s: Statement) -> str:
-    """Return the name of a statement in mutation operators: its keyword, or `fork` or `join` for such loops."""
+    """Return the name of a statement in mutation operators: its keyword, or `fork` or `join` for a loop that is one."""
     if isinstance(s, For) and s.body and all(isinstance(x, (SetStream, Synchronize)) for x in s.body):
         return "fork" if any(isinstance(x, SetStream) for x in s.body) else "join"
     return "computation" if isinstance(s, TensorOp) else s.keyword()

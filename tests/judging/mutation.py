@@ -190,7 +190,7 @@ def every_mutant(programs: Iterable[Program]) -> list[Mutant]:
 
 
 def sample(mutants: Iterable[Mutant], most: int, seed: int = 0) -> list[Mutant]:
-    """Return at most so many mutants, about equally many of each operator, the same ones every time."""
+    """Return at most `most` mutants, about equally many of each operator. They depend only on `seed`."""
     groups: dict[str, list[Mutant]] = {}
     for mutant in mutants:
         groups.setdefault(mutant.operator, []).append(mutant)

@@ -66,7 +66,7 @@ def every_block(items: list[Item]) -> Iterator[list[Item]]:
 
 
 class Loosening:
-    """A program under random edits that the checker accepts."""
+    """Edits a program at random, and keeps an edit only if the checker accepts the edited program."""
 
     def __init__(self, random: Random, program: Program, accepts: Accepts) -> None:
         self.random, self.program, self.accepts = random, program, accepts
@@ -116,7 +116,7 @@ class Loosening:
         self.move(block, at, at + 1)
 
     def swap_in_a_branch(self) -> None:
-        """Swap the first two statements of a branch that starts with a collective."""
+        """Swap the first two statements of a loop or condition whose body begins with a communication."""
         if branches := [x.body for x in self.items if isinstance(x, Nest) and isinstance(x.body[0], Communication)]:
             self.move(self.random.choice(branches), 0, 1)
 

@@ -86,7 +86,10 @@ def lowered(
 
 
 def of_patterns() -> Iterator[Case]:
-    """Yield every pattern, with sizes of layers and with its small default sizes. TMA cannot describe all of these."""
+    """Yield every pattern twice: with the sizes of model layers, and with its small default sizes.
+
+    TMA descriptors cannot describe all tensors of these patterns.
+    """
     every = [*every_pattern(), *((pattern.__name__, pattern) for pattern in patterns.NORMED)]
     for (name, pattern), ranks, large in itertools.product(every, RANKS, (True, False)):
         of_8_bits = name.split()[0] in {pattern.__name__ for pattern in patterns.SCALED}
@@ -98,14 +101,14 @@ def of_patterns() -> Iterator[Case]:
 
 
 def subject(benchmark: type[Any], row: Row, ranks: int, **fields: Any) -> Any:
-    """The comparison of a benchmark on one row, without tensors: only its fusions and programs are made."""
+    """Return the comparison of a benchmark on one row without tensors: it can only make fusions and programs."""
     comparison = object.__new__(benchmark)
     vars(comparison).update(row=row, ranks=ranks, dtype=torch.bfloat16, **fields)
     return comparison
 
 
 def scaled(benchmark: type[Any], row: Row, ranks: int, scales: str, fast: bool, axis: int | None = None) -> Any:
-    """The comparison of an fp8 benchmark on one row, without tensors."""
+    """Return the comparison of an fp8 benchmark on one row, without tensors."""
     groups = row.K // scaled_matmul.BLOCK if scales == "blocks" else 1
     columns = {"tensor": (1, 1), "rows": (1, row.N), "blocks": (groups, row.N // scaled_matmul.BLOCK)}[scales]
     lead = [row.M] if axis is None else [scaled_matmul.BATCH, row.M // scaled_matmul.BATCH]

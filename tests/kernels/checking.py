@@ -95,7 +95,7 @@ def tiles_of(dtype: torch.dtype, *, descriptors: bool, adds: bool = False) -> tu
 
 @contextlib.contextmanager
 def multiprocessors(sms: int) -> Iterator[None]:
-    """Make `matmul` use `sms` SMs within the context, and so that many programs."""
+    """Make `matmul` use only `sms` SMs within the context. It then also launches at most `sms` programs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(matmul_module, "limits", lambda device: dataclasses.replace(limits(device), sms=sms))
         patch.setattr(matmul_module, "_launches", {})  # launches prepared before use other SMs

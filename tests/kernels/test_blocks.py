@@ -1,4 +1,4 @@
-"""Blocks of rows: one at a time, and all at once."""
+"""Views of the rows of a block: `with_all_rows` gives the same views for all blocks as `with_rows` for one block."""
 
 from __future__ import annotations
 

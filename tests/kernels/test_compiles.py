@@ -310,7 +310,7 @@ def test_tiles_of_8_bit_operands_use_hopper(tile, how):
 
 @pytest.mark.parametrize(("tile", "how"), [*zip(candidates("f8s", result=2)[2:], STEPS, strict=True)], ids=str)
 def test_the_sum_of_a_step_is_read_only_after_the_tensor_cores_have_ended(tile, how):
-    """Triton's `max_num_imprecise_acc` adds the sum before it waits for it."""
+    """With `max_num_imprecise_acc`, Triton adds the sum of a step before it waits for the tensor cores."""
     ptx = compiled(tile, **E4M3, **how).asm["ptx"]
     for products in re.finditer(r"wgmma\.mma_async[^;]*;", ptx):
         following = re.search(r"wgmma\.(mma_async|wait_group\.sync\.aligned 0;)", ptx[products.end() :])

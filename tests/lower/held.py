@@ -51,7 +51,7 @@ def lowerable(
 
 
 def without_each(body: tuple[Statement, ...]) -> Iterator[tuple[Statement, tuple[Statement, ...]]]:
-    """Yield every body with one ordering or moving statement left out."""
+    """Yield each ordering or moving statement, with the body without this statement."""
     for n, s in enumerate(body):
         if isinstance(s, (Signal, Wait, WaitSignal, Barrier, Synchronize, Get, Put)):
             yield s, (*body[:n], *body[n + 1 :])
@@ -61,7 +61,7 @@ def without_each(body: tuple[Statement, ...]) -> Iterator[tuple[Statement, tuple
 
 
 def assert_each_statement_is_needed(program: Program) -> set[type[Statement]]:
-    """Assert that the checker reports every statement left out that orders or moves; return the statements' types."""
+    """Leave out each statement that orders or moves; assert that the checker reports an error. Return their types."""
     types = set()
     for missing, body in without_each(program.body):
         types.add(type(missing))

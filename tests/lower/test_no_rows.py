@@ -44,7 +44,7 @@ def test_every_strategy_accepts_no_rows_before_and_after_some(pattern: Callable[
 
 
 def summed(ranks: int) -> hi.Fusion:
-    """Return a product and the sum of its rows; blocks, rows, columns and summands have symbolic numbers."""
+    """Return a product and the sum of its rows. The numbers of blocks, rows, columns and summands are symbols."""
     with hi.Fusion("summed") as fusion:
         a, b = hi.tensor("a", ["B", ranks, "R", "K"], "f32"), hi.tensor("b", ["N", "K"], "f32")
         bias = hi.tensor("bias", ["N"], "f32")

@@ -170,7 +170,10 @@ def collectives_of_a_backward_overlap_its_matmuls() -> None:
 
 
 class TakePart(torch.autograd.Function):
-    """Takes this rank's part of a replicated tensor; `shared` ranks compute the same from it."""
+    """Takes this rank's part of a replicated tensor.
+
+    Backward divides the gathered gradient by `shared`, the number of ranks that compute the same result.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: int, shared: int) -> Tensor:
@@ -183,7 +186,7 @@ class TakePart(torch.autograd.Function):
 
 
 class GatherParts(torch.autograd.Function):
-    """Gathers the parts of all ranks; all ranks compute the same from them."""
+    """Gathers the parts of all ranks. All ranks compute the same from the gathered tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: int) -> Tensor:

@@ -28,7 +28,7 @@ STRATEGIES = ("auto", "sequential", "pipeline", "ring", "fused", "push")
 
 @contextmanager
 def run_by_hostir(strategy: str, operator: str, calls: int = 1) -> Iterator[None]:
-    """Install hostir; assert at the end that the report has so many calls of the operator by this strategy."""
+    """Install hostir; assert at the end that the report counts `calls` calls of the operator by this strategy."""
     hi.torch.report(clear=True)
     with hi.torch.install(strict=True, strategy=strategy):
         yield
@@ -57,7 +57,7 @@ def assert_refused(strategy: str, call: Callable[[], object], reason: str) -> No
 
 @contextmanager
 def computed(times: int) -> Iterator[None]:
-    """Assert at the end that so many calls were worked out, and all others were repeated from memory."""
+    """Assert at the end that `times` calls were worked out, and that all other calls were repeated from memory."""
     counts = []
 
     def count(operator: Operator, args: object, options: object) -> object:

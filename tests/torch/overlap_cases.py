@@ -382,7 +382,10 @@ def scaled_mm_with_recipes_is_fused() -> None:
 
 
 def seen_by_the_pass(function: Callable[..., Any], *inputs: Tensor) -> OverlapPass:
-    """Return the pass after a graph that is traced with fake tensors, because few GPUs can run it."""
+    """Trace a function with fake tensors, run the pass on the graph, and return the pass.
+
+    The tensors are fake because few GPUs can run the operators.
+    """
     overlap = OverlapPass()
     with FakeTensorMode() as mode:
         overlap(make_fx(lambda a, b, c, d: function(a, b, c, d))(*(mode.from_tensor(x) for x in inputs)).graph)

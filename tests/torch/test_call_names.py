@@ -15,7 +15,7 @@ from hostir.torch.ops import running
 def test_a_call_that_is_refused_inside_another_keeps_the_operator_of_the_outer_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A signal handler can make such a call. The ranks have still to compare the interrupted call."""
+    """A signal handler can make such a call. The ranks have not compared the interrupted call yet."""
     monkeypatch.setattr(running, "group_named", lambda name: None)
     executor: Any = types.SimpleNamespace(calls=Calls())
     outer, inner = (running.OperatorCall(name, "world") for name in ("hostir::outer", "hostir::inner"))

@@ -111,7 +111,7 @@ class Alike(Order):
 
     If an event of rank 0 accesses a peer, the same event of some other rank accesses rank 0. The event of the other
     rank is a copy of rank 0's event. Its vector clock is the clock of rank 0's event, rotated by the rank. For example,
-    rank 3's clock counts for rank 5 what rank 0's clock counts for rank 2.
+    rank 3's clock counts as many events of rank 5 as rank 0's clock counts of rank 2.
     """
 
     def __init__(self, tracer: _Tracer) -> None:

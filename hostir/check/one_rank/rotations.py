@@ -141,7 +141,7 @@ class Rotations:
         return accesses, flags
 
     def _turned(self, blocks: BlockEvents) -> Any:
-        """Return which parts of other ranks correspond to the parts of rank 0 in a computation by blocks.
+        """Return the parts of other ranks that correspond to the parts of rank 0 in a computation by blocks.
 
         The result is an array. Row n holds, for each rank, the number of the part that corresponds to rank 0's part n.
         """
@@ -247,7 +247,7 @@ def _one_place(offset: int, dims: Dims, step: int, count: int) -> bool:
 def _all_places(offset: int, dims: Dims, step: int, count: int) -> bool:
     """Return True if a region stays the same when one digit rises by one in the addresses of all its elements.
 
-    This is the digit of weight `step`. It rises modulo `count`.
+    The digit has the weight `step` and `count` values, so it rises modulo `count`.
     """
     if offset // step % count:
         return False

@@ -17,7 +17,7 @@ from hostir.ir.program import Program
 
 
 class UnlikeError(Exception):
-    """Ranks do different things, so that rank 0 cannot represent all ranks."""
+    """Raised if ranks do different things. Then rank 0 cannot represent all ranks."""
 
 
 class PerRank:

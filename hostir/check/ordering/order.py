@@ -28,8 +28,8 @@ class Order(JoinedRanks):
     Fields:
         clocks: the vector clocks of signals. If the program has waiting kernels, it also has the clocks of the events
             at which waiting kernels and communications begin.
-        needs: other vector clocks of signals. They also count the events that must happen before a signal only on some
-            machines or at some sizes (`Event.held`).
+        needs: more complete vector clocks of the signals. They also count events that must happen before a signal on
+            some machines, or at some sizes, but not on all (`Event.held`).
     """
 
     def __init__(self, ranks: Sequence[RankTrace]) -> None:

@@ -153,8 +153,8 @@ class RaceDetector:
     Fields:
         conflicts: for each pair of statements and each buffer, one conflict and the number of its occurrences.
         resizable: True if each call ends its accesses to every symmetric buffer before the next call accesses the same
-            buffer, even at other elements. Only two reads need no order. If this is True, a symmetric buffer may have a
-            different size in each call.
+            buffer, even at other elements. Reads need not be ordered after other reads. If this is True, a symmetric
+            buffer may have a different size in each call.
     """
 
     def __init__(self, order: Order) -> None:
@@ -193,7 +193,7 @@ class RaceDetector:
         """Record an access of `event` to a buffer.
 
         Return True if the access happens after all accesses of earlier calls to the same buffer, even at other
-        elements. But two reads need no order.
+        elements. A read need not happen after other reads.
         """
         calls = self.uses.setdefault(buffer, {})
         for (call, wrote), uses in calls.items():

@@ -1,4 +1,4 @@
-"""Find cycles of events that wait for each other, and flags with signals that are not in order."""
+"""Find events that wait for each other in a cycle, and flags whose signals are out of order."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from hostir.check.tracing.events import Event, Flag
 def cyclic_waits(order: Order, left: list[Event]) -> Iterator[Trouble]:
     """Yield one cycle of events that wait for each other, if there is one.
 
-    `left` holds the events that `Order.run` did not reach. Such an event may be a wait that another signal, with a
-    higher epoch, could end. Then the signals of the flag are not ordered. In this case yield a trouble about these
-    signals instead of a cycle.
+    `left` holds the events that `Order.run` did not reach. If one of them is a wait that another signal with a higher
+    epoch could end, the signals of its flag are not ordered. In this case, yield a trouble about these signals instead
+    of a cycle.
     """
     stuck = set(left)
     for wait in (wait for rank in order.ranks for wait in rank.waits if wait.event in stuck):

@@ -95,9 +95,9 @@ class Tracer(OptionalMethods):
         return x.permute(axes)
 
     def dense(self, x: View) -> View:
-        """Return a copy of an input.
+        """Return a dense copy of an input.
 
-        The caller overwrites this copy at the end of the call, as it overwrites the input.
+        The contents of the copy become undefined at the end of the call, as do the contents of the input.
         """
         value = self.trace.statement.defines(Phase.HOST) if self.trace.statement else None
         copy = dense(Buffer(self.rank, value.name if value else "copy", prod(x.shape), value, persists=True), x.shape)

@@ -3,8 +3,8 @@
 A box stands to the right of all boxes that happen before it. The boxes of different ranks for one communication are in
 the same column.
 
-A picture hides some ranks and statements. An arrow between boxes of one rank may stand for a chain of events that
-contains any hidden statement. An arrow from one rank to another rank stands only for a chain of events of hidden ranks.
+A picture hides some ranks and statements. An arrow between two boxes of one rank may stand for a chain of hidden events
+of any rank. An arrow between boxes of different ranks stands for a chain of events of hidden ranks only.
 """
 
 from __future__ import annotations
@@ -333,7 +333,7 @@ def _arrows(
 def _barriers(events: Sequence[Event], columns: Mapping[int, int]) -> list[Tie]:
     """Return one tie for each barrier and column.
 
-    A tie holds the events in the column with which ranks leave the barrier.
+    A tie holds the events in the column at which ranks leave the barrier.
     """
     sides: dict[tuple[Event, int], list[int]] = {}
     for n, event in enumerate(events):

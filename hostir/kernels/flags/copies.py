@@ -69,9 +69,8 @@ def push_kernel(
 
     A batch consists of `together` successive pieces. The programs form GROUPS groups, and each group takes every
     GROUPS-th batch. Each program of the group copies a part of the batch. A batch is complete once all programs of its
-    group have copied their parts, and the batch before it, which may belong to another group, is complete.
-    The program that completes a batch raises the
-    flags of the batch's pieces.
+    group have copied their parts, and the batch before it, which may belong to another group, is complete. The program
+    that completes a batch raises the flags of the batch's pieces.
     """
     if DEPENDENTS:
         gdc_launch_dependents()

@@ -48,9 +48,9 @@ class Rates:
         return self.tile + 2e-6 * steps * tile.m * tile.n * tile.k / (self.peak[gemm.dtype] * rate)
 
     def part(self, tile: Tile, parts: int, tile_time: float) -> float:
-        """Return the time that the last part of a tile takes if the tile is split into `parts` parts.
+        """Return the time of the part that ends last if a tile is split into `parts` parts.
 
-        `tile_time` is the time of the unsplit tile.
+        This part also adds up the partial sums of the other parts. `tile_time` is the time of the unsplit tile.
         """
         assert self.split is not None
         start, read, store = self.split
@@ -65,7 +65,7 @@ IN_L2 = 32 << 20  # bytes of a right operand that stay in an L2 cache of 50 MiB,
 def duration(
     tile: Tile, gemm: Gemm, sms: int, rates: Rates = TRITON, arrivals: Sequence[float] = (0.0,)
 ) -> tuple[float, float]:
-    """Return the time in microseconds at which a matmul ends on `sms` SMs, and this time for infinitely fast memory.
+    """Return the time in microseconds at which a matmul on `sms` SMs ends, and the same for infinitely fast memory.
 
     Blocks of rows arrive at the times `arrivals`, in the order in which the matmul computes them. Programs take tiles,
     and parts of tiles, in turn. A program begins a tile when the program is free and the rows have arrived. The tiles

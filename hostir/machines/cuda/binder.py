@@ -115,12 +115,12 @@ class CudaBinder:
         in_captures: steps that replace elements of `steps` during a capture, by the positions of these elements.
         launches: the steps that only launch Triton kernels, with their operations.
         current: the stream that is current after the last step.
-        freed_later: one kernel carries out a pushed product and the copies of its result to peers. This list has the
-            operations that free memory and stand between the product and its last copy. They are bound after the
-            kernel. None while no such product is being bound.
+        freed_later: the operations that free memory between a pushed product and the last copy of its result. One
+            kernel carries out the product and the copies, and these operations are bound after it. None while no such
+            product is being bound.
         awaited_at_once: the handles of communications that the next operation awaits. Their collectives may run on the
             caller's stream.
-        inlined: those of these handles whose collectives have been bound to run on it so far.
+        inlined: the handles of the collectives that have been bound to the caller's stream so far.
         marks: the handles that are events of a stream, and not torch's `Work` objects.
         switches: the steps that only make another stream the current one.
         engine_copies: the buffers that copy engines copy to or from a peer.

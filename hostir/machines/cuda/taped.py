@@ -172,7 +172,7 @@ class TapedRun:
         self.pending = []
 
     def memories(self) -> list[Memory]:
-        """Return the memory of each buffer that is in a register now, without views.
+        """Return the memory of each buffer in the plan's registers. Views of buffers have no entry.
 
         The address of a buffer may change from call to call, so it has a slot. The number of the slot is the number of
         the buffer's register. The address of symmetric memory is fixed, so it has no slot.

@@ -1,7 +1,8 @@
 """Gradients of operators: record calls for autograd, and compute the gradients of weights.
 
 `register_gradients` does the same as `torch.library.register_autograd`, and takes the same functions for set-up and
-backward. But a call executes only a fifth as much Python code, and operators may take and return lists of tensors.
+backward. In contrast to torch's function, a call executes only a fifth as much Python code, and operators may take and
+return lists of tensors.
 """
 
 from __future__ import annotations

@@ -136,7 +136,11 @@ def test_own_rows_may_be_several_batches(blocks, order, use_descriptors, all_apa
 
 
 def early_tiles() -> Iterator[tuple[int, bool, bool, int, int]]:
-    """Yield a quarter of all combinations: all numbers of SMs and of early blocks, with all values of the others."""
+    """Yield a quarter of all combinations of arguments.
+
+    Each number of SMs is combined with each number of early blocks. Over these combinations, `own_rows` and descriptors
+    take all four combinations of values.
+    """
     for (i, sms), (j, early) in itertools.product(enumerate([1, 3, 5, 100]), enumerate([0, 1, 2, 5])):
         own_rows, descriptors = divmod((i + j) % 4, 2)
         for batches in (1, 2):  # of a block

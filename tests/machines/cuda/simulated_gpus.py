@@ -53,7 +53,10 @@ class Task:
 
 
 class Stream:
-    """A queue with a number as its handle. `copying` is the beginning of the last kernel if that kernel copies."""
+    """A queue of tasks in the place of a CUDA stream. `cuda_stream` is its number.
+
+    `copying` is an event at the start of the last kernel if this kernel copies; else None.
+    """
 
     def __init__(self, device: object = None) -> None:
         self.tasks: deque[Task] = deque()
@@ -222,9 +225,10 @@ class Gpus:
         return push
 
     def in_one_kernel(self, steps: BlockSteps, op: ComputeOp, kernel: Kernel) -> Callable[[], None]:
-        """Return a step that computes blocks in any order in which flags rise, beside copies if it may.
+        """Return a step that simulates a kernel which waits for flags and raises flags.
 
-        After each block it raises flags, also in any order.
+        It computes its blocks in any order in which their flags may rise, and raises a flag after each block. If it may
+        overlap the copies before it, it begins when they begin.
         """
         ready, done, flags = op.ready, op.done, steps.flags
         blocks = ready.results if ready is not None else done.blocks if done is not None else 0
@@ -256,7 +260,10 @@ class Gpus:
         return step
 
     def beside(self, begun: Event, *tasks: Task) -> None:
-        """Run tasks after an event, and before the current stream goes on."""
+        """Run tasks one after another on a side stream.
+
+        They begin after an event, and the current stream waits for their end.
+        """
         stream, ended = Stream(), Event()
         begun.wait(stream)
         for task in tasks:

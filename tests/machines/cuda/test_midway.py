@@ -76,7 +76,7 @@ class Job:
                 self.run(rank, 0)
 
     def check(self, random: Random, executors: Callable[[int], int]) -> None:
-        """Let all ranks make a call, each by its given executor; check results and flags."""
+        """Let each rank make a call by the executor with the number `executors(rank)`; check results and flags."""
         outputs = [self.run(rank, executors(rank)) for rank in range(len(self.plans))]
         self.gpus.run(random)
         for rank, outs in enumerate(outputs):

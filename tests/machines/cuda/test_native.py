@@ -50,11 +50,11 @@ class FakeDriver:
         self.library.fake_take.restype = ctypes.c_char_p
 
     def take(self) -> list[str]:
-        """The calls since the last time, as lines."""
+        """Return the driver calls since the previous `take`, one call a line."""
         return self.library.fake_take().decode().splitlines()
 
     def fail(self, call: int) -> None:
-        """Let a call fail, counted from the last `take`."""
+        """Make one driver call fail. `call` counts from the last `take`."""
         self.library.fake_fail(call)
 
 

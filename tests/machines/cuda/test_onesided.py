@@ -463,7 +463,10 @@ def test_a_timeout_is_reported_by_the_next_call_of_any_executor_that_shares_the_
 def test_a_plan_for_new_sizes_takes_few_calls_of_functions(
     gpus: Gpus, monkeypatch: pytest.MonkeyPatch, strategy: str, most: int
 ) -> None:
-    """`most`: function calls an operation; 10 more if the plan asks several times whether it accesses a peer."""
+    """`most` is the maximum number of function calls for each operation.
+
+    There would be 10 more calls if the plan asked several times whether an operation accesses a peer.
+    """
     program = hi.lower(patterns.allgather_matmul(8, S=1, M="M", K=8, N=8), strategy)
     sizes = {"M": 64}
     inputs = random_inputs(program, sizes)

@@ -240,7 +240,7 @@ def test_a_tape_is_for_one_stream_and_one_alignment(gpu: Hopper, driver: FakeDri
 def test_a_call_of_the_driver_that_fails_names_its_statement(
     runs: int, gpu: Hopper, driver: FakeDriver, module: Any
 ) -> None:
-    """By Python, while it is recorded, and by native code."""
+    """The call is made by Python, by Python while it is recorded, or by native code."""
     program = hi.lower(FUSIONS["gathered"](), "ring")
     plan = gpu.plan(program, 0, "triton", inputs_of(program, 0))
     plan.tapes = Tapes(module)

@@ -1,4 +1,4 @@
-"""One-sided statements on a CPU process alone, the memory that processes share, and refused programs."""
+"""One-sided statements in a single CPU process, memory that several processes share, and programs that are refused."""
 
 from __future__ import annotations
 
