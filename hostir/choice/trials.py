@@ -111,7 +111,8 @@ class Trial:
         self.captured = captured
         self.checkpointed = Checkpointed[Candidate]()
         self.busy: threading.Thread | None = None  # the thread that is in a call
-        self.session = execute(rivals[0].candidate).session
+        first = execute(rivals[0].candidate)
+        self.session, self.device = first.session, "cuda" if first.machine == "cuda" else "cpu"
         self.began = time.monotonic()
         self.restart()
 
@@ -123,7 +124,7 @@ class Trial:
         self.number = 0  # calls so far
         self.spent = 0.0  # seconds that the losers took longer than the winners
         self.laps: list[tuple[Candidate, Mapping[str, int], Lap]] = []  # of the current duel
-        warm = WARM[self._device] + (self.captured != self.progress.best)
+        warm = WARM[self.device] + (self.captured != self.progress.best)
         self.schedule: deque[tuple[Candidate, bool]] = deque([(self.progress.best, False)] * warm)
         if self.captured != self.progress.best:  # first, so that it has a plan when a capture comes in the second call
             self.schedule[0] = self.captured, False
@@ -165,7 +166,7 @@ class Trial:
             executor.recover()
 
     def _call(self, sizes: Mapping[str, int], inputs: Sequence[Any], out: Any) -> tuple[Executor, tuple[Any, ...]]:
-        capturing = is_capturing(self._device)
+        capturing = is_capturing(self.device)
         proposed = KEEP if capturing or self.progress.done else TRY
         if recomputes():
             forward = self.checkpointed.repeated()
@@ -179,7 +180,7 @@ class Trial:
         else:
             candidate, timed = self._kept if agreed == KEEP else list(self.estimates)[int(agreed)], False
         executor = self.execute(candidate)
-        lap = LAPS[self._device]() if timed else None
+        lap = LAPS[self.device]() if timed else None
         outputs = executor(*inputs, out=out)
         self.number += 1
         if not recomputes():
@@ -194,10 +195,6 @@ class Trial:
         elif self.number >= MOST_CALLS and not self.progress.done:
             self._finish()
         return executor, outputs
-
-    @property
-    def _device(self) -> str:
-        return "cpu" if self.session is None else self.session.device.type
 
     @property
     def _kept(self) -> Candidate:
@@ -243,7 +240,7 @@ class Trial:
             self.challenger = challenger
             duel = [self.progress.best, challenger]
             turns = [c for n in range(ROUNDS) for c in (duel if n % 2 == 0 else reversed(duel))]
-            self.schedule.extend([(challenger, False)] * WARM[self._device] + [(c, True) for c in turns])
+            self.schedule.extend([(challenger, False)] * WARM[self.device] + [(c, True) for c in turns])
             self.publish(self.progress)
             return
         self._finish()
@@ -264,7 +261,7 @@ class Trial:
             self._drop(challenger)
             return
         # The champion's time differs a little from duel to duel. All times are relative to its time in the first duel.
-        times, calls = self.progress.times, WARM[self._device] + ROUNDS
+        times, calls = self.progress.times, WARM[self.device] + ROUNDS
         times.setdefault(champion, medians[champion])
         times[challenger] = medians[challenger] * times[champion] / medians[champion]
         self.spent += abs(medians[champion] - medians[challenger]) * calls / 1e6
@@ -281,7 +278,7 @@ class Trial:
         best = self.progress.best
         us = self.progress.times.get(best, self.estimates[best])
         longer = max(self.estimates[challenger] / self.estimates[best] - 1, 0.0) * us / 1e6
-        if self.spent + longer * (WARM[self._device] + ROUNDS) <= self.budget:
+        if self.spent + longer * (WARM[self.device] + ROUNDS) <= self.budget:
             return ""
         return f"not tried: HOSTIR_TUNE allows trials {self.budget:g} s"
 

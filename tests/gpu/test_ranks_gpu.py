@@ -18,6 +18,7 @@ JOBS = {
     "operators": ("torch/operator_cases.py",),
     "layers": ("torch/layer_cases.py",),
     "memory": ("gpu/stress_memory.py", "--steps", "300"),
+    "trials": ("gpu/trials_gpu.py",),
     "stress": ("gpu/stress_onesided.py", "--seconds", "15"),
 }
 
