@@ -80,6 +80,12 @@ class RangedExecutor(Executor):
         return self.ranges if self.ranges.free else self.ranges.choice(self.ranges.fixed)
 
     @property
+    def settled(self) -> Executor | None:
+        """The executor that all later calls with the sizes of the latest call run; None while candidates are tried."""
+        extents, executor = self._latest
+        return executor if extents is not None else None
+
+    @property
     def current(self) -> Executor:
         """The executor of the latest call. Before the first call, it is the executor for the largest sizes."""
         return self._latest[1]

@@ -41,10 +41,11 @@ def axis_of(x: Tensor, axis: int, what: str) -> int:
 
     `x` must have two axes or more. The message calls the argument `what`.
     """
-    if not -x.dim() <= axis < x.dim() or x.dim() < 2:
+    axes = x.dim()
+    if not -axes <= axis < axes or axes < 2:
         expected = "a tensor of two axes or more, and one of them"
         raise error(f"{what}={axis} of {described(x)}", user_span(), expected=expected)
-    return axis % x.dim()
+    return axis % axes
 
 
 def ready(*tensors: Tensor) -> list[Tensor]:

@@ -8,7 +8,6 @@ return lists of tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -49,7 +48,6 @@ def wants_gradients(args: Iterable[Any]) -> bool:
     return torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
 
 
-@dataclass(slots=True)
 class Recording:
     """A call of an operator that autograd records.
 
@@ -57,15 +55,18 @@ class Recording:
         formula: the operator's backward and set-up functions.
         run: a function that computes the results.
         args: the arguments of the call.
-        lengths: for each result, its length if the result is a list, otherwise None. The call sets this field.
+        counts: for each argument, its length if it is a list, otherwise None.
+        results: the same for each result. The call sets this field. It stays None if the result is a tensor.
         several: True if `run` returns a tuple of results. The call sets this field.
     """
 
-    formula: Gradients
-    run: Callable[[], Any]
-    args: Sequence[Any]
-    lengths: list[int | None] = field(default_factory=list)
-    several: bool = False
+    __slots__ = ("args", "counts", "formula", "results", "run", "several")
+
+    def __init__(self, formula: Gradients, run: Callable[[], Any], args: Sequence[Any]) -> None:
+        self.formula, self.run, self.args = formula, run, args
+        self.counts = [len(x) if type(x) is list else None for x in args]
+        self.results: list[int | None] | None = None
+        self.several = False
 
 
 class Recorded(torch.autograd.Function):
@@ -75,14 +76,16 @@ class Recorded(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, call: Recording, *flat: Any) -> tuple[Tensor | None, ...]:
+    def forward(ctx: Any, call: Recording, *flat: Any) -> Any:
         result = call.run()
         ctx.formula, setup = call.formula
         setup(ctx, call.args, result)
+        ctx.inputs, ctx.outputs = call.counts, (None,)
+        if type(result) is Tensor:
+            return result
         call.several = isinstance(result, tuple)
         results = result if call.several else (result,)
-        ctx.inputs, ctx.outputs = lengths(call.args), lengths(results)
-        call.lengths = ctx.outputs
+        ctx.outputs = call.results = [len(x) if type(x) is list else None for x in results]
         return tuple(flattened(results))
 
     @staticmethod
@@ -97,11 +100,6 @@ class Recorded(torch.autograd.Function):
         return None, *flattened([x if x is not None or n is None else [None] * n for x, n in lists])
 
 
-def lengths(values: Sequence[Any]) -> list[int | None]:
-    """Return a list with an entry for each value: the length of the value if it is a list, else None."""
-    return [len(x) if type(x) is list else None for x in values]
-
-
 def flattened(values: Sequence[Any]) -> list[Any]:
     """Return the values as one list, in which lists are replaced by their items."""
     flat: list[Any] = []
@@ -111,7 +109,7 @@ def flattened(values: Sequence[Any]) -> list[Any]:
 
 
 def nested(flat: Sequence[Any], counts: Sequence[int | None]) -> list[Any]:
-    """Undo `flattened`: return the values. `counts` is the result of `lengths` for these values."""
+    """Undo `flattened`: return the values. `counts` has the length of each value that is a list, otherwise None."""
     left = iter(flat)
     return [next(left) if count is None else list(islice(left, count)) for count in counts]
 
@@ -131,10 +129,15 @@ def register_gradients(name: str, formula: Gradients, library: Any, kernel: Call
     namespace, _, short = name.partition("::")
     overload = getattr(getattr(torch.ops, namespace), short).default
     function: Any = type(short, (Recorded,), {})  # the class's name is the name of autograd's nodes
+    # `Function.apply` also looks for functorch's transforms, which `needs_no_dispatcher` has excluded, and takes 3 us.
+    apply = super(torch.autograd.Function, function).apply
 
     def record(run: Callable[[], Any], args: Sequence[Any]) -> Any:
         call = Recording(formula, run, args)
-        results = nested(function.apply(call, *flattened(args)), call.lengths)
+        flat = apply(call, *flattened(args))
+        if call.results is None:
+            return flat
+        results = nested(flat, call.results)
         return tuple(results) if call.several else results[0]
 
     def dispatched(keys: Any, *args: Any, **options: Any) -> Any:

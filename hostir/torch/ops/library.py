@@ -18,7 +18,6 @@ from hostir.torch.ops.running import (
     SETTINGS,
     THREAD,
     Unfit,
-    do_not_remember,
     group_named,
     leave_to_torch,
 )
@@ -48,7 +47,8 @@ class Operator:
 
     def kernel(self, *args: Any, **options: Any) -> Any:
         """Compute a call on CPU or CUDA. If hostir cannot run it, return what `refuse` returns."""
-        do_not_remember()  # the operator that makes this call, if any, does more than this call
+        if THREAD.executed is not None:  # the operator that makes this call does more than this call
+            THREAD.executed.others = True
         if not self.remembers or self.group_index is None or THREAD.tracing:
             return self.computed(args, options)
         key, tensors = key_of((self.name, SETTINGS.strategy), args, options)
