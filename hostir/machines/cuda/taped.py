@@ -176,7 +176,7 @@ class TapedRun:
         """
         if not self.pending:
             return
-        from hostir.kernels.devices import bind_thread, launching  # which needs Triton
+        from hostir.kernels.devices import bind_thread  # which needs Triton
 
         segment = Segment.of(self.pending, len(self.streams))
         issue, slots = native(self.module, segment), segment.slots
@@ -184,7 +184,7 @@ class TapedRun:
 
         def step() -> None:
             if torch.cuda.current_device() != device.index:  # in a new thread it may be another one
-                with launching(device):
+                with torch.cuda.device(device):
                     return step()
             bind_thread(device)
             return issue(tuple([registers[slot].data_ptr() for slot in slots]), streams)

@@ -5,10 +5,12 @@ The GPU is not there, and neither is its driver: a library records the calls of 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import re
 import struct
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -295,6 +297,30 @@ def test_an_input_in_its_place_in_symmetric_memory_once_may_be_elsewhere_later(
 
     for by_native, by_python in native_and_python(program, placed, gpu, driver, module):
         assert by_native == by_python
+
+
+def test_native_code_runs_on_the_plans_device_even_if_another_one_is_current_and_triton_interprets(
+    gpu: Hopper, driver: FakeDriver, module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = hi.lower(FUSIONS["gathered"](), "ring")
+    plan = gpu.plan(program, 0, "triton", inputs_of(program, 0))
+    plan.tapes = Tapes(module)
+    logs = [issued(plan, inputs_of(program, 0), driver) for _ in range(3)]
+    indices = [1]
+
+    @contextlib.contextmanager
+    def device(device: torch.device) -> Iterator[None]:
+        indices.append(device.index)
+        yield
+        indices.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: indices[-1])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(devices, "INTERPRETED", True)
+    monkeypatch.setattr(devices, "_interpreter_lock", threading.RLock())  # no test waits for ever
+    logs.append(issued(plan, inputs_of(program, 0), driver))
+    assert relative(logs[3]) == relative(logs[2])
+    assert indices == [1]
 
 
 @pytest.mark.parametrize("runs", [1, 2, 3])
