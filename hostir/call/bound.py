@@ -68,11 +68,11 @@ class BoundCall:
         self.allocations: Allocations | None = None
         self.eager = self.captures = 0
         self.checksum = crc32(f"{digest} {sorted(plan.unrolled.sizes.items())}".encode())
-        self.without_gradients = any(isinstance(x, torch.Tensor) and x.requires_grad for x in tensors)
         self.guard(tensors)
 
     def guard(self, tensors: Sequence[Part]) -> None:
         """Make `fits` accept later calls with tensors like `tensors`, as long as torch's modes are the same as now."""
+        self.without_gradients = any(isinstance(x, torch.Tensor) and x.requires_grad for x in tensors)
         # The guards of torch.compile compare types, layouts, dtypes, devices and modes in C++.
         all_tensors = all(isinstance(x, torch.Tensor) for x in tensors)
         self.guards = (

@@ -430,7 +430,7 @@ class RankExecutor(Executor):
             call = BoundCall(plan, tensors, where, self._agreement.call.digest)
         else:
             self._refuse_elsewhere()
-            if not call.guards(*tensors):  # it was bound in other modes, as when torch.compile made its first call
+            if not call.fits(tensors):  # it was bound in other modes, as when torch.compile made its first call
                 call.guard(tensors)
             self._agreement.begin(call.plan.unrolled.sizes, planned=True)
             self.plans.pop(tensors_key, None)

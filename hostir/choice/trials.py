@@ -172,6 +172,9 @@ class Trial:
             forward = self.checkpointed.repeated()
             proposed = KEEP if forward is None else str(list(self.estimates).index(forward))
         agreed = proposed if self.progress.done else self._first(proposed)
+        if agreed == TRY and not self.schedule:  # an exception ended the meeting after the last duel
+            self._finish()
+            agreed = KEEP
         if agreed == TRY:
             if capturing:
                 what = f"this rank captures a call of {self.name} into a CUDA graph, and another rank does not"

@@ -340,6 +340,22 @@ def places_end_a_trial() -> None:
 
 
 @case
+def an_interrupt_between_two_duels_ends_the_trial() -> None:
+    with times({"ring": 100.0}):
+        executor = hi.compile(rows(name="interrupted"), tune=2)
+        with (
+            mock.patch.object(trials.Trial, "_prepared", side_effect=KeyboardInterrupt),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            [call(executor) for _ in range(20)]
+        CALLED.clear()
+        for _ in range(20):
+            call(executor)
+        assert len(set(CALLED)) == 1
+        taken(executor)
+
+
+@case
 def a_wrong_input_fails_as_without_a_trial() -> None:
     with times({"ring": 100.0}):
         executor = hi.compile(rows(name="wrong"), tune=2)

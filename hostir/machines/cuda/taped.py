@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,21 +58,30 @@ class Tapes:
 
     Each stream and each alignment needs a separate tape. Kernels are compiled for the alignment of addresses, and
     workspaces belong to streams.
+
+    An address on a tape belongs to one tensor. In a run whose tensors overlap, it could belong to several. So a run is
+    not recorded if two of the caller's tensors overlap. If the caller passes a tensor in this rank's symmetric memory,
+    which has fixed addresses, the key has the address of the tensor.
     """
 
     def __init__(self, module: Any) -> None:
         self.module = module
         self.registers: tuple[int, ...] | None = None  # of the caller's tensors; None before the first run
+        self.symmetric = range(0)  # the addresses of this rank's symmetric memory
         self.by_key: dict[tuple[int, ...], IssuedSteps | None] = {}  # None: seen once
 
     def steps(self, plan: CudaPlan) -> IssuedSteps:
         """Return the steps to issue for the plan's next run. The tensors of the run must be in the plan's registers."""
         if self.registers is None:
             self.registers = (*plan.unrolled.inputs, *(home for home, _ in plan.placed))
-        tensors = [plan.registers[register] for register in self.registers]
-        key = (plan.streams[CALLER].cuda_stream, *[0 if x is None else x.data_ptr() % 16 for x in tensors])
+            own = [register for register, op in plan.unrolled.symmetric.items() if op.rank == plan.unrolled.rank]
+            if ranges := ranges_of(plan, own):
+                self.symmetric = range(ranges[0].start, max(each.stop for each in ranges))
+        tensors, symmetric = [plan.registers[register] for register in self.registers], self.symmetric
+        addresses = [0 if x is None else x.data_ptr() for x in tensors]
+        key = (plan.streams[CALLER].cuda_stream, *[n if n in symmetric else n % 16 for n in addresses])
         if key in self.by_key:
-            return self.by_key[key] or self.recording(plan, key)
+            return self.by_key[key] or self.recording(plan, key, self.registers)
         if len(self.by_key) >= MAX_TAPES:
             self.by_key.clear()
         self.by_key[key] = None
@@ -82,14 +92,27 @@ class Tapes:
         """The text of the latest tape; empty if there is no tape yet."""
         return next((taped.text for taped in reversed(self.by_key.values()) if taped is not None), "")
 
-    def recording(self, plan: CudaPlan, key: tuple[int, ...]) -> IssuedSteps:
-        """Return a single step, which issues the plan's run in Python and records it."""
+    def recording(self, plan: CudaPlan, key: tuple[int, ...], registers: Sequence[int]) -> IssuedSteps:
+        """Return a single step, which issues the plan's run in Python and records it.
+
+        If two of the tensors in `registers` overlap, return the plan's steps in Python, which record nothing.
+        """
+        if any(one.stop > other.start for one, other in pairwise(ranges_of(plan, registers))):
+            return plan.in_python
         ends = [0, 0]
         return IssuedSteps([partial(self.record, plan, key, ends)], ends)
 
     def record(self, plan: CudaPlan, key: tuple[int, ...], ends: list[int]) -> None:
         """Issue a run in Python, and keep its tape for later runs with the same key."""
         self.by_key[key] = TapedRun(plan, self.module, key[0]).tape(ends)
+
+
+def ranges_of(plan: CudaPlan, registers: Sequence[int]) -> list[range]:
+    """Return the range of addresses of each tensor in these registers, in the order of the addresses."""
+    held = [
+        (x, plan.unrolled.extents[register][1]) for register in registers if (x := plan.registers[register]) is not None
+    ]
+    return [range(begin, begin + size) for begin, size in sorted((x.data_ptr(), n * x.element_size()) for x, n in held)]
 
 
 class TapedRun:
@@ -153,7 +176,7 @@ class TapedRun:
         """
         if not self.pending:
             return
-        from hostir.kernels.devices import bind_thread, launching  # which needs Triton
+        from hostir.kernels.devices import bind_thread  # which needs Triton
 
         segment = Segment.of(self.pending, len(self.streams))
         issue, slots = native(self.module, segment), segment.slots
@@ -161,7 +184,7 @@ class TapedRun:
 
         def step() -> None:
             if torch.cuda.current_device() != device.index:  # in a new thread it may be another one
-                with launching(device):
+                with torch.cuda.device(device):
                     return step()
             bind_thread(device)
             return issue(tuple([registers[slot].data_ptr() for slot in slots]), streams)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -205,71 +205,121 @@ def test_a_rank_alone_begins_anew_at_once(gpus: Gpus, monkeypatch: pytest.Monkey
     assert len(plan.steps) < 20
 
 
-@pytest.mark.parametrize("problem", ["", "CUDA error: an illegal memory access"])
-def test_a_gpu_that_does_not_end_its_work_says_so(problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Busy:
-        """A stream that waits for ever, or whose work has failed."""
+class Clock:
+    """A clock that only sleep moves, and a GPU and an abort of NCCL that take their time by it.
 
-        def query(self) -> bool:
-            if problem:
-                raise RuntimeError(problem)
-            return False
+    Fields:
+        works: the time at which the GPU becomes idle.
+        aborts: the seconds that the abort takes.
+        done: what was done, in order.
+    """
 
-    monkeypatch.setattr(cuda_memory, "calling_streams", lambda device: [Busy()])
-    aborted: list[str] = []
-    late = "its GPU has not ended its work after 0.085 s"
-    assert PeerMemory(CPU, 0).release([], lambda: aborted.append("once"), 0.1) == (problem or late)
-    assert aborted == ["once"]
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, works: float = 0.0, aborts: float = 0.0) -> None:
+        self.works, self.aborts = works, aborts
+        self.now = 0.0
+        self.done: list[str] = []
+        monkeypatch.setattr(cuda_memory, "calling_streams", lambda device: [self])
+        monkeypatch.setattr(cuda_memory, "time", self)
 
+    def monotonic(self) -> float:
+        return self.now
 
-class Works:
-    """A stream that works until a moment."""
-
-    def __init__(self, until: float) -> None:
-        self.until = until
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
 
     def query(self) -> bool:
-        return time.monotonic() >= self.until
+        return self.now >= self.works
 
 
-def released(monkeypatch: pytest.MonkeyPatch, works: float, abort: Callable[[], None], slow: float = 0.0) -> list[str]:
-    """Release a GPU that works for `works` seconds more, with a timeout of 0.4 s; return what was done, in order.
+class Aborting:
+    """A thread that runs at once, and lives for as long as the clock says."""
 
-    Raising flags takes `slow` seconds at least.
+    def __init__(self, clock: Clock, target: Callable[[], None], **_: object) -> None:
+        self.clock, self.target = clock, target
+        self.ident: int | None = None
+        self.until = 0.0
+
+    def start(self) -> None:
+        self.ident, self.until = 1, self.clock.now + self.clock.aborts
+        self.target()
+
+    def is_alive(self) -> bool:
+        return self.clock.now < self.until
+
+
+def released(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock, refusal: Exception | None = None, slow: float = 0.0
+) -> list[str]:
+    """Release a GPU with a timeout of 0.4 s; return what was done, in order.
+
+    Raising flags takes `slow` seconds at least. The abort of NCCL raises `refusal`.
     """
-    done: list[str] = []
-    memory, stream = PeerMemory(CPU, 0), Works(time.monotonic() + works)
-    monkeypatch.setattr(cuda_memory, "calling_streams", lambda device: [stream])
+    done, memory = clock.done, PeerMemory(CPU, 0)
+    monkeypatch.setattr(cuda_memory, "threading", SimpleNamespace(Thread=partial(Aborting, clock)))
     monkeypatch.setattr(memory, "synchronize", lambda: done.append("synchronized"))
 
     def raise_flags(memories: object, needed: Callable[[], bool]) -> None:
         done.append("raised")
-        time.sleep(slow)
+        clock.sleep(slow)
         while needed():
-            time.sleep(1e-3)
+            clock.sleep(1e-3)
+
+    def abort() -> None:
+        done.append("aborted")
+        if refusal is not None:
+            raise refusal
 
     monkeypatch.setattr(memory, "raise_flags", raise_flags)
-    done.append(memory.release([], lambda: (done.append("aborted"), abort())[1], 0.4))
+    done.append(memory.release([], abort, 0.4))
     return done
 
 
-def nothing() -> None:
-    pass
+LATE = "its GPU has not ended its work after 0.34 s"
 
 
-def test_flags_are_raised_only_while_a_gpu_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nccl_refuses() -> None:
-        raise ValueError("NCCL is gone")
+@pytest.mark.parametrize(
+    ("works", "aborts", "slow", "done"),
+    [
+        (0.0, 0.05, 0.0, ["aborted", "synchronized", ""]),
+        (0.05, 0.0, 0.0, ["aborted", "synchronized", ""]),
+        (0.15, 0.0, 0.0, ["raised", "aborted", "synchronized", ""]),
+        (0.25, 0.0, 0.0, ["raised", "aborted", "raised", "synchronized", ""]),
+        (9.0, 0.0, 0.0, ["raised", "aborted", "raised", LATE]),
+        (9.0, 0.0, 0.5, ["raised", "aborted", "raised", LATE]),
+        (0.0, 9.0, 0.0, ["aborted", LATE]),
+    ],
+)
+def test_flags_are_raised_only_while_a_gpu_works(
+    works: float, aborts: float, slow: float, done: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert released(monkeypatch, Clock(monkeypatch, works, aborts), slow=slow) == done
 
-    slow_abort = partial(time.sleep, 0.05)
-    assert released(monkeypatch, 0.0, slow_abort) == ["aborted", "synchronized", ""]
-    assert released(monkeypatch, 0.05, nothing) == ["aborted", "synchronized", ""]
-    assert released(monkeypatch, 0.15, nothing) == ["raised", "aborted", "synchronized", ""]
-    assert released(monkeypatch, 0.25, nothing) == ["raised", "aborted", "raised", "synchronized", ""]
-    assert released(monkeypatch, 0.0, nccl_refuses) == ["aborted", "synchronized", "ValueError: NCCL is gone"]
-    late = "its GPU has not ended its work after 0.34 s"
-    assert released(monkeypatch, 9.0, nothing) == ["raised", "aborted", "raised", late]
-    assert released(monkeypatch, 9.0, nothing, slow=0.5) == ["raised", "aborted", "raised", late]
+
+def test_an_error_of_the_abort_of_nccl_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = released(monkeypatch, Clock(monkeypatch), ValueError("NCCL is gone"))
+    assert done == ["aborted", "synchronized", "ValueError: NCCL is gone"]
+
+
+@pytest.mark.parametrize("refusal", [None, ValueError("NCCL is gone")])
+def test_nccl_is_aborted_after_an_error_of_the_gpu(refusal: Exception | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, problem = Clock(monkeypatch), "CUDA error: an illegal memory access"
+
+    def query() -> bool:
+        raise RuntimeError(problem)
+
+    monkeypatch.setattr(clock, "query", query)
+    assert released(monkeypatch, clock, refusal) == ["aborted", problem]
+
+
+def test_an_abort_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    Clock(monkeypatch)
+    over = threading.Event()
+
+    def abort() -> None:
+        over.wait()
+
+    assert PeerMemory(CPU, 0).release([], abort, 0.4) == LATE
+    over.set()
 
 
 def test_the_streams_of_calls_are_all_workers_and_the_latest_callers(gpus: Gpus) -> None:

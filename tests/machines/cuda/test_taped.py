@@ -5,11 +5,13 @@ The GPU is not there, and neither is its driver: a library records the calls of 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import re
 import struct
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,10 +27,12 @@ from hostir.kernels import devices, parameters
 from hostir.kernels.devices import StandIn
 from hostir.kernels.matmul.prepared import MatmulLaunch
 from hostir.kernels.parameters import TAPING, KernelLaunch
+from hostir.machines.binding import places
 from hostir.machines.cuda import blocks, copies, credits, flags, machine, native, streams
 from hostir.machines.cuda import driver as cuda_driver
 from hostir.machines.cuda.tape import Segment, TapeWriter
 from hostir.machines.cuda.taped import Tapes
+from hostir.plan.operations import NONE
 from tests.kernels.hopper import Hopper, hopper, inputs_of
 from tests.machines.cuda.test_native import NO_COMPILER, FakeDriver, driver, module
 
@@ -234,6 +238,89 @@ def test_a_tape_is_for_one_stream_and_one_alignment(gpu: Hopper, driver: FakeDri
     inputs[0] = StandIn.of(inputs[0].shape, inputs[0].stride(), inputs[0].dtype, inputs[0].device, (1 << 50) + 2)
     plan.run(inputs)
     assert [*plan.tapes.by_key.values()].count(None) == 1, "a run with another alignment is issued by Python at first"
+
+
+def issued(plan: Any, inputs: Sequence[torch.Tensor | None], driver: FakeDriver) -> list[str]:
+    """What a run issues to the driver."""
+    driver.take()
+    Current.stream = CALLERS[0] = STREAMS[0]
+    plan.run(inputs)
+    return driver.take()
+
+
+def native_and_python(
+    program: hi.Program,
+    first: Callable[[Any], list[torch.Tensor | None]],
+    gpu: Hopper,
+    driver: FakeDriver,
+    module: Any,
+) -> Iterator[tuple[list[str], list[str]]]:
+    """What native code and what Python issue: for inputs like `first(plan)`, and then for separate new inputs."""
+    plan = gpu.plan(program, 0, "triton", inputs_of(program, 0))
+    tapes = Tapes(module)
+    for number in range(8):
+        inputs = first(plan) if number < 4 else inputs_of(program, 0)
+        logs = []
+        for plan.tapes in (tapes, None):
+            logs.append(relative(issued(plan, inputs, driver)))
+        yield logs[0], logs[1]
+    assert any(tapes.by_key.values())
+
+
+@pytest.mark.parametrize("strategy", ["ring", "fused"])
+def test_inputs_that_overlap_or_are_the_same_once_may_be_separate_later(
+    strategy: str, gpu: Hopper, driver: FakeDriver, module: Any
+) -> None:
+    program = hi.lower(FUSIONS["gathered"](), strategy)
+
+    def overlapping(plan: Any) -> list[torch.Tensor | None]:
+        a, b = inputs_of(program, 0)
+        assert a is not None
+        assert b is not None
+        return [a, StandIn.of(b.shape, b.stride(), b.dtype, b.device, a.data_ptr() + 1024)]
+
+    for by_native, by_python in native_and_python(program, overlapping, gpu, driver, module):
+        assert by_native == by_python
+
+
+def test_an_input_in_its_place_in_symmetric_memory_once_may_be_elsewhere_later(
+    gpu: Hopper, driver: FakeDriver, module: Any
+) -> None:
+    """Rank 0's rows are first in the buffer of all rows, so their address is the buffer's address, too."""
+    fusion = patterns.allgather_matmul_rows(2, S=2, M=4096, K=8192, N=3584, dtype="bf16")
+    program = hi.lower(fusion, "push")
+
+    def placed(plan: Any) -> list[torch.Tensor | None]:
+        home, _ = places(plan.unrolled, plan.memory)
+        assert home != NONE
+        return [plan.registers[home], inputs_of(program, 0)[1]]
+
+    for by_native, by_python in native_and_python(program, placed, gpu, driver, module):
+        assert by_native == by_python
+
+
+def test_native_code_runs_on_the_plans_device_even_if_another_one_is_current_and_triton_interprets(
+    gpu: Hopper, driver: FakeDriver, module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = hi.lower(FUSIONS["gathered"](), "ring")
+    plan = gpu.plan(program, 0, "triton", inputs_of(program, 0))
+    plan.tapes = Tapes(module)
+    logs = [issued(plan, inputs_of(program, 0), driver) for _ in range(3)]
+    indices = [1]
+
+    @contextlib.contextmanager
+    def device(device: torch.device) -> Iterator[None]:
+        indices.append(device.index)
+        yield
+        indices.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: indices[-1])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(devices, "INTERPRETED", True)
+    monkeypatch.setattr(devices, "_interpreter_lock", threading.RLock())  # no test waits for ever
+    logs.append(issued(plan, inputs_of(program, 0), driver))
+    assert relative(logs[3]) == relative(logs[2])
+    assert indices == [1]
 
 
 @pytest.mark.parametrize("runs", [1, 2, 3])
