@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,6 +69,25 @@ def traced(function: Callable[..., Any], *inputs: Any, dynamic: bool | None = No
     torch._dynamo.reset()
     overlap = Watched()
     return torch.compile(function, fullgraph=True, backend=backend_with(overlap), dynamic=dynamic)(*inputs), overlap
+
+
+def traced_together(
+    *calls: tuple[Callable[..., Any], tuple[Tensor, ...]], dynamic: bool | None = None
+) -> tuple[list[Any], Watched]:
+    """Trace several calls as one graph, which takes less time than a graph for each; return their results.
+
+    Each call gets copies of its tensors, so no two calls gather the same tensor.
+    """
+    inputs = [x.clone() for _, tensors in calls for x in tensors]  # clone keeps the strides
+
+    def every(*inputs: Tensor) -> list[Any]:
+        results, rest = [], inputs
+        for function, tensors in calls:
+            results.append(function(*rest[: len(tensors)]))
+            rest = rest[len(tensors) :]
+        return results
+
+    return traced(every, *inputs, dynamic=dynamic)
 
 
 def fused(overlap: OverlapPass) -> list[str]:
@@ -170,27 +190,29 @@ def products_of_fp8_are_fused() -> None:
         exact = (full_a.double() * rows) @ (b.double() * columns)
         a = part(full_a.view(torch.uint8), axis).contiguous().view(f8)
         of_a = part(rows, axis).contiguous() if mode == "sharded" else rows
-        (total, y), overlap = traced(gather, a, b, of_a, columns)
+        ((total, y), rows_of_sum), overlap = traced_together(
+            (gather, (a, b, of_a, columns)), (scatter, (full_a, b, rows, columns))
+        )
         assert_near(y, exact)
         torch.testing.assert_close(total, full_a.to(bf16).sum())
+        assert_near(rows_of_sum, part(exact, axis) * RANKS)
         fits = axis < axes - 1
-        assert fused(overlap) == [SCALED_AG * fits] * (1 + (mode == "sharded")), overlap.report
+        gathers = 1 + (mode == "sharded")
+        assert fused(overlap) == [SCALED_AG * fits] * gathers + [SCALED_RS * fits], overlap.report
         assert ("1 product and the gathered tensor" if fits else "the products sum over") in str(overlap.report)
         assert ("the scales of all_gather" in str(overlap.report)) == (mode == "sharded")
-        y, overlap = traced(scatter, full_a, b, rows, columns)
-        assert_near(y, part(exact, axis) * RANKS)
-        assert fused(overlap) == [SCALED_RS * fits], overlap.report
         assert ("it scatters columns of a scaled product" in str(overlap.report)) != fits
 
 
 F8 = torch.float8_e4m3fn
 
 
-def calls(name: str) -> int:
-    """Return the number of calls of an operator since the last report; no other operator may have run."""
+def calls(*names: str) -> list[int]:
+    """Return the numbers of calls of operators since the last report; no other operator may have run."""
     rows = hi.torch.report(clear=True)
-    assert all(row.operator == f"hostir::{name}" and row.strategy != "torch" for row in rows), rows
-    return sum(row.calls for row in rows)
+    assert {row.operator for row in rows} <= {f"hostir::{name}" for name in names}, rows
+    assert all(row.strategy != "torch" for row in rows), rows
+    return [sum(row.calls for row in rows if row.operator == f"hostir::{name}") for name in names]
 
 
 def joined(x: Tensor, axis: int, by: str) -> Tensor:
@@ -223,12 +245,14 @@ def gathers_of_fp8_along_other_axes_are_fused() -> None:
     expected = rows_of_fp8(a, b, 1, "bytes")
     assert_near(expected, (full_a.double() * 0.25) @ (b.double() * 0.5))
     hi.torch.report(clear=True)
-    for by, dynamic in itertools.product(("fp8", "bytes", "fp8 of bytes"), (False, True)):
-        y, overlap = traced(rows_of_fp8, a, b, 1, by, dynamic=dynamic)
-        assert_near(y, expected)
-        assert fused(overlap) == [SCALED_AG], overlap.report
+    ways = "fp8", "bytes", "fp8 of bytes"
+    for dynamic in (False, True):
+        ys, overlap = traced_together(*((partial(rows_of_fp8, axis=1, by=by), (a, b)) for by in ways), dynamic=dynamic)
+        for y in ys:
+            assert_near(y, expected)
+        assert fused(overlap) == [SCALED_AG] * 3, overlap.report
         assert overlap.left == ()
-        assert calls(SCALED_AG) == 1
+        assert calls(SCALED_AG) == [3]
     (y, full), overlap = traced(rows_of_fp8, a, b, 1, "fp8", True)
     assert_near(y, expected)
     assert torch.equal(full, full_a.float())
@@ -245,12 +269,13 @@ def parts_concatenated_in_another_way_are_not_fused() -> None:
         (1, "numbers"): "puts its parts together otherwise than rank by rank",
         (2, "bytes"): "the axis that the products sum over",
     }
-    for (axis, by), reason in reasons.items():
-        right = b if axis == 1 else b.t().contiguous().view(torch.uint8).repeat(1, RANKS).view(F8).t()
-        y, overlap = traced(rows_of_fp8, a, right, axis, by)
-        torch.testing.assert_close(y, rows_of_fp8(a, right, axis, by))
-        assert fused(overlap) == [""], overlap.report
-        assert reason in str(overlap.report), overlap.report
+    wide = b.t().contiguous().view(torch.uint8).repeat(1, RANKS).view(F8).t()
+    calls = [(partial(rows_of_fp8, axis=axis, by=by), (a, b if axis == 1 else wide)) for axis, by in reasons]
+    ys, overlap = traced_together(*calls)
+    for y, (function, inputs), reason, entry in zip(ys, calls, reasons.values(), overlap.report, strict=True):
+        torch.testing.assert_close(y, function(*inputs))
+        assert entry.fused == ""
+        assert reason in str(entry), overlap.report
 
 
 @case
@@ -296,18 +321,19 @@ def sizes_of_fused_results_do_not_keep_the_unfused_results() -> None:
     )
     for axis, free in itertools.product((0, 1), (False, True)):
         a, of_a = part(full_a, axis).contiguous(), part(of_rows, axis).contiguous()
-        for function, name, inputs in (
-            (flat_rows, AG, (a, b)),
-            (flat_sums, RS, (full_a, b)),
-            (flat_products, SCALED_AG, (a.to(F8), right, of_a, of_b)),
-        ):
-            y, overlap = traced(function, *inputs, axis, dynamic=free)
-            assert_near(y, function(*inputs, axis))
-            assert {*fused(overlap)} == {name}, overlap.report
-            assert overlap.left == ()
-            if free:
-                names = [node.name for node in overlap.graph.nodes if node.target is torch.ops.aten.sym_size.int]
-                assert names == []
+        calls = (
+            (partial(flat_rows, axis=axis), (a, b)),
+            (partial(flat_sums, axis=axis), (full_a, b)),
+            (partial(flat_products, axis=axis), (a.to(F8), right, of_a, of_b)),
+        )
+        ys, overlap = traced_together(*calls, dynamic=free)
+        for y, (function, inputs) in zip(ys, calls, strict=True):
+            assert_near(y, function(*inputs))
+        assert fused(overlap) == [AG, RS, SCALED_AG, SCALED_AG], overlap.report
+        assert overlap.left == ()
+        if free:
+            names = [node.name for node in overlap.graph.nodes if node.target is torch.ops.aten.sym_size.int]
+            assert names == []
 
 
 def blocks(x: Tensor, scale: Tensor) -> Tensor:
@@ -347,18 +373,18 @@ def products_of_fp8_with_scales_of_blocks_are_fused() -> None:
         if recipes:  # cuBLAS needs scales of at least 4 blocks along K
             of_b = torch.nn.functional.pad(of_b.t(), (0, 2), value=float("nan")).t()
         a = part(full_a.view(torch.uint8), axis).contiguous().view(F8)
-        for sharded in (False, True):
-            of_a = part(of_rows, axis).contiguous() if sharded else of_rows
-            y, overlap = traced(gather, a, b, of_a, of_b, axis, sharded, recipes)
-            assert_near(y, exact)
-            assert fused(overlap) == [SCALED_AG] * (1 + sharded), overlap.report
-            assert overlap.left == ()
-            assert calls(SCALED_AG) == 1
-        y, overlap = traced(scatter, full_a, b, of_rows, of_b, axis, recipes)
-        assert_near(y, part(exact, axis) * RANKS)
-        assert fused(overlap) == [SCALED_RS], overlap.report
+        options: dict[str, Any] = {"axis": axis, "recipes": recipes}
+        (y, y_of_sharded, rows_of_sum), overlap = traced_together(
+            (partial(gather, sharded=False, **options), (a, b, of_rows, of_b)),
+            (partial(gather, sharded=True, **options), (a, b, part(of_rows, axis).contiguous(), of_b)),
+            (partial(scatter, **options), (full_a, b, of_rows, of_b)),
+        )
+        assert_near(y, exact)
+        assert_near(y_of_sharded, exact)
+        assert_near(rows_of_sum, part(exact, axis) * RANKS)
+        assert fused(overlap) == [SCALED_AG] * 3 + [SCALED_RS], overlap.report
         assert overlap.left == ()
-        assert calls(SCALED_RS) == 1
+        assert calls(SCALED_AG, SCALED_RS) == [2, 1]
 
 
 @case
@@ -440,41 +466,45 @@ def inductor_runs_fused_graphs() -> None:
 
 @case
 def all_gathers_of_torchs_tests_are_fused() -> None:
-    for axes, axis, return_a in itertools.product((2, 3), (0, 1, 2), (True, False)):
-        if axis >= axes:
-            continue
+    for axes, axis in ((2, 0), (2, 1), (3, 0), (3, 1), (3, 2)):
         full_a, b = replicated(*(64, 32) if axes == 2 else (2, 64, 32)), replicated(32, 16)
 
-        def function(a: Tensor, b: Tensor, axis: int = axis, return_a: bool = return_a) -> Any:
+        def function(a: Tensor, b: Tensor, return_a: bool, axis: int = axis) -> Any:
             full = funcol.all_gather_tensor(a, gather_dim=axis, group=group())
             return (full, full @ b) if return_a else full @ b
 
         b = b.repeat(RANKS, 1) if axis == axes - 1 else b
         a = torch.cat([full_a] * RANKS, 0) if axes == 3 and axis == 0 else full_a
         a = torch.cat([full_a] * RANKS, axis) if axis == axes - 1 else a
-        result, overlap = traced(function, part(a, axis).contiguous(), b)
-        full, c = result if return_a else (a, result)
+        inputs = part(a, axis).contiguous(), b
+        ((full, c), only_c), overlap = traced_together(
+            *((partial(function, return_a=k), inputs) for k in (True, False))
+        )
         assert torch.equal(full, a)
-        assert_near(c, a.double() @ b.double())
+        for product in (c, only_c):
+            assert_near(product, a.double() @ b.double())
         fits = axis < axes - 1
-        assert fused(overlap) == [AG * fits]
-        assert ("the axis that the products sum over" in str(overlap.report)) != fits
-        assert ("and the gathered tensor" in str(overlap.report)) == (fits and return_a)
+        assert fused(overlap) == [AG * fits] * 2
+        for entry, return_a in zip(overlap.report, (True, False), strict=True):
+            assert ("the axis that the products sum over" in str(entry)) != fits
+            assert ("and the gathered tensor" in str(entry)) == (fits and return_a)
 
 
 @case
 def reduce_scatters_of_torchs_tests_are_fused() -> None:
-    for axes, axis, op in itertools.product((2, 3), (0, 1, 2), ("sum", "avg")):
-        if axis >= axes or (op == "avg" and torch.distributed.get_backend() == "gloo"):
-            continue
-        a, b = replicated(*(64, 32) if axes == 2 else (4, 64, 32)), replicated(32, 16)
+    def function(a: Tensor, b: Tensor, axis: int, op: str) -> Tensor:
+        return funcol.reduce_scatter_tensor(a @ b, op, scatter_dim=axis, group=group())
 
-        def function(a: Tensor, b: Tensor, axis: int = axis, op: str = op) -> Tensor:
-            return funcol.reduce_scatter_tensor(a @ b, op, scatter_dim=axis, group=group())
-
-        result, overlap = traced(function, a, b)
-        assert_near(result, part(a.double() @ b.double(), axis) * (RANKS if op == "sum" else 1))
-        assert fused(overlap) == [RS]
+    b, calls = replicated(32, 16), []
+    for op, axes, axis in itertools.product(("sum", "avg"), (2, 3), (0, 1, 2)):
+        if axis < axes and not (op == "avg" and torch.distributed.get_backend() == "gloo"):
+            a = replicated(*(64, 32) if axes == 2 else (4, 64, 32))
+            calls.append((partial(function, axis=axis, op=op), (a, b)))
+    results, overlap = traced_together(*calls)
+    assert fused(overlap) == [RS] * len(calls)
+    for result, (call, (a, b)) in zip(results, calls, strict=True):
+        exact = part(a.double() @ b.double(), call.keywords["axis"])
+        assert_near(result, exact * (RANKS if call.keywords["op"] == "sum" else 1))
 
 
 @case
@@ -505,11 +535,11 @@ def unfused_collectives_are_reported_with_a_reason() -> None:
     }
     if DEVICE == "cpu":  # GPUs multiply no integers
         functions["its dtypes are torch.int64"] = lambda a, b: gather(a.long()) @ b.long()
-    for reason, function in functions.items():
-        result, overlap = traced(function, a, b)
-        assert reason in str(overlap.report), overlap.report
-        assert not any(fused(overlap)), overlap.report
+    results, overlap = traced_together(*((function, (a, b)) for function in functions.values()))
+    for result, function, reason, entry in zip(results, functions.values(), functions, overlap.report, strict=True):
+        assert reason in str(entry), overlap.report
         torch.testing.assert_close(result, function(a, b))
+    assert not any(fused(overlap)), overlap.report
     assert "Inductor took it from its cache" in str(OverlapPass().report)
 
 
@@ -537,10 +567,11 @@ def several_gathers_of_one_graph_are_fused() -> None:
         return torch.addmm(z, full.reshape(-1, 16), b)
 
     a, z = replicated(3, 2 * RANKS, 16), replicated(6 * RANKS, 16)
-    for residual in (z, z[:, :1].contiguous(), z[:1], z[0]):
-        result, overlap = traced(added, part(a, 1).contiguous(), b, residual)
+    residuals = z, z[:, :1].contiguous(), z[:1], z[0]
+    results, overlap = traced_together(*((added, (part(a, 1).contiguous(), b, residual)) for residual in residuals))
+    for result, residual in zip(results, residuals, strict=True):
         assert_near(result, a.flatten(0, 1).double() @ b.double() + residual)
-        assert fused(overlap) == [AG]
+    assert fused(overlap) == [AG] * 4
 
     def between(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
         full = funcol.all_gather_tensor(funcol.all_gather_tensor(a, 0, group()) @ b, 0, group())
