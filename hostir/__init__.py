@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hostir.call.executor import Executor
     from hostir.call.started import Started
     from hostir.choice import Choice, FallbackWarning, Ranges, compile
+    from hostir.choice.timeline import PredictedTimeline, timeline
     from hostir.dsl import (
         DeviceMesh,
         Fusion,
@@ -56,6 +57,7 @@ _LAZY = {
     **dict.fromkeys(("Session", "session"), "hostir.job.session"),
     "Started": "hostir.call.started",
     "Trace": "hostir.machines.trace",
+    **dict.fromkeys(("PredictedTimeline", "timeline"), "hostir.choice.timeline"),
 }
 # Import the packages before the functions below hide their names.
 import_module("hostir.lower")
@@ -249,6 +251,7 @@ __all__ = [
     "Fusion",
     "HostIRError",
     "ParallelType",
+    "PredictedTimeline",
     "Program",
     "Ranges",
     "Session",
@@ -278,5 +281,6 @@ __all__ = [
     "silu",
     "sum",
     "tensor",
+    "timeline",
 ]
 _LAZY |= dict.fromkeys(set(__all__) - globals().keys() - _LAZY.keys(), "hostir.dsl")

@@ -1,4 +1,4 @@
-"""The command line: `hostir lower | check | run | tune | explain | ops`.
+"""The command line: `hostir lower | check | run | tune | explain | timeline | ops`.
 
 Exit codes:
 
@@ -39,6 +39,7 @@ COMMANDS = {
     "run": "hostir.cli.run:main",
     "tune": "hostir.cli.tune:main",
     "explain": "hostir.cli.explain:main",
+    "timeline": "hostir.cli.timeline:main",
     "ops": "hostir.cli.ops:main",
 }
 FORMAT_WARNING = warnings.formatwarning  # Python's function, which `_run_command` replaces by `_formatted`
@@ -90,6 +91,7 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
         "run": (_run_options, [source, lowering], "run on simulated ranks, or under torchrun on real ranks"),
         "tune": (_tune_options, [source], "under torchrun: measure all strategies, and keep the times for 'auto'"),
         "explain": (_explain_options, [source], "show the choice of 'auto', the times, and impossible strategies"),
+        "timeline": (_timeline_options, [source, lowering], "predict when each statement runs, on a known machine"),
         "ops": (_ops_options, [], "the language reference"),
     }
     for name, (add_options, parents, summary) in subcommands.items():
@@ -177,6 +179,18 @@ def _explain_options(parser: _Parser) -> None:
     parser.add_argument(
         "--calls", choices=CALLS, default=CALLS[0], help="the way calls are made (default: out, with out=)"
     )
+    parser.add_argument("--json", action="store_true")
+
+
+def _timeline_options(parser: _Parser) -> None:
+    parser.add_argument("--kernels", help=KERNELS)
+    parser.add_argument("--machine", help="a known machine, such as h100x8 (default: h200)")
+    parser.add_argument(
+        "--against", action="append", default=[], metavar="STRATEGY", help="compare with another strategy"
+    )
+    parser.add_argument("--rank", type=int, default=0, help="the rank whose statements are printed (default: 0)")
+    parser.add_argument("--trace", metavar="OUT", help="write all ranks' statements as a .json for Perfetto")
+    parser.add_argument("-o", dest="out", metavar="OUT", help="draw all ranks' statements as an .svg picture")
     parser.add_argument("--json", action="store_true")
 
 

@@ -136,6 +136,7 @@ class CostTask:
         raises: the signals of the flags that the task raises, in the order in which it computes their blocks.
         overlapped_sms: the number of SMs that copies take while it runs.
         reserved_sms: the number of SMs that it leaves to signals.
+        op: the operation of the unrolled program; None for the kernel that resets flags at the end of a call.
         launches: how often the host issues each operation for this task, by a key of `Hardware.launch`. It counts all
             operations since the previous task, and the launch of this task.
     """
@@ -149,6 +150,7 @@ class CostTask:
     raises: list[CostTask] = field(default_factory=list)
     overlapped_sms: int = 0
     reserved_sms: int = 0
+    op: Op | None = None
     launches: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -244,7 +246,10 @@ class RankTasks:
         self.in_matmuls = {id(op) for product in PushedProduct.of(unrolled, runs) for op in product.pushes.ops}
         self.pushed: dict[int, CostTask] = {}  # by stream: the first copy of the latest kernel that copies
         for op in unrolled.ops:
+            count = len(self.tasks)
             TASKS[type(op)](self, op)
+            for task in self.tasks[count:]:
+                task.op = op
         if unrolled.symmetric:  # a kernel resets flags at the end of a call
             self.issue(CALLER, Traffic(0), launch="compute")
 

@@ -327,12 +327,21 @@ class Activity:
 
 
 class Simulation:
-    """The simulation of one call of a program, from the moment when the call is issued."""
+    """The simulation of one call of a program, from the moment when the call is issued.
+
+    Fields:
+        ready: the time at which all dependencies of a task have ended. Its partners in a collective may come later.
+        begun, ended: the times at which the tasks that have begun or ended did so.
+        cause: for each task with dependencies, the dependency for which it waited longest.
+    """
 
     def __init__(self, tasks: Sequence[CostTask], costs: Costs) -> None:
         self.costs = costs
         self.now = 0.0
+        self.ready: dict[CostTask, float] = {}
+        self.begun: dict[CostTask, float] = {}
         self.ended: dict[CostTask, float] = {}
+        self.cause: dict[CostTask, CostTask] = {}
         # For each task, the tasks that wait for it, and the time from its end to their start.
         self.followers: dict[CostTask, list[tuple[CostTask, float]]] = {}
         self.missing = {task: len(task.after) + len(task.joins) for task in tasks}  # the number of tasks to wait for
@@ -386,9 +395,11 @@ class Simulation:
     def _begin(self, task: CostTask) -> None:
         """Begin a task. A collective or a barrier begins when the tasks of all its ranks have arrived."""
         partners = task.partners or [task]
+        self.ready[task] = self.now
         count = self.arrived[id(partners)] = self.arrived.get(id(partners), 0) + 1
         if count < len(partners):
             return
+        self.begun |= dict.fromkeys(partners, self.now)
         if isinstance(task.work, Nothing):
             self._end(task)
             return
@@ -401,6 +412,8 @@ class Simulation:
     def _end(self, task: CostTask) -> None:
         self.ended[task] = self.now
         for follower, pause in self.followers.get(task, ()):
+            if follower not in self.cause or self.now + pause >= self.earliest[follower]:
+                self.cause[follower] = task
             self.earliest[follower] = max(self.earliest[follower], self.now + pause)
             self._dependency_ended(follower)
         if isinstance(task.work, Pause) and task.work.sender:

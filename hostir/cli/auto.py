@@ -29,7 +29,7 @@ def choice_for(fusion: Program, sizes: Mapping[str, int], options: Namespace) ->
         machine = {"cpu": "gloo", "cuda": "cuda", None: None}[options.device] if launched() else None
         return choose(fusion, sizes=sizes, kernels=options.kernels, machine=machine, warn=False)
     check_sizes(fusion, dict(sizes))
-    platform = platform_of(fusion)
+    platform = platform_of(fusion, machine=getattr(options, "machine", None))
     check_ranks(fusion, platform)
     return Decider(fusion, platform, KERNELS.get(), limit=SYMMETRIC_LIMIT.get()).choice(sizes)
 

@@ -1,0 +1,255 @@
+"""Predict the timeline of a program: when each statement begins and ends on each rank, and what it waits for.
+
+The cost model that orders the candidates of `auto` simulates one call of the program. Nothing runs. A timeline has the
+spans of the statements, the critical path, and the time in which each resource works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hostir.choice.cost import (
+    CostBarrier,
+    CostCopy,
+    CostTask,
+    CostTransfer,
+    Nothing,
+    Pause,
+    Traffic,
+    tasks_of,
+)
+from hostir.choice.decision import check_ranks, check_sizes
+from hostir.choice.hardware import Hardware, parse_machine
+from hostir.choice.platforms import reference
+from hostir.choice.simulation import Costs, HostCosts, Simulation, flops
+from hostir.ir.op import Phase
+from hostir.ir.program import Program
+from hostir.ir.source import error, user_span
+from hostir.kernels.matmul.tiles import Gemm
+from hostir.knobs import KERNELS
+from hostir.machines.trace import COMMUNICATION, Trace
+from hostir.plan.unroll import unroll
+
+SMS, OUT, IN, LINK, SIGNALS = "SMs", "copies out", "copies in", "collectives", "signals"
+RESOURCES = (SMS, OUT, IN, LINK)
+EPSILON = 1e-6
+RESET = "reset of the flags"  # the kernel at the end of a call, which has no statement
+
+
+@dataclass(frozen=True)
+class PredictedSpan:
+    """The time of one statement on one rank, in microseconds since the call was issued.
+
+    Fields:
+        rank: the rank.
+        lane: its stream, or `communication`.
+        statement: the text of the statement.
+        rounds: the round of each loop around the statement, outermost first.
+        begin, end: the times of its beginning and its end.
+        waited: the part of this time in which it waits for flags or for other ranks.
+        resource: what it uses: `SMs`, `copies out`, `copies in`, `collectives`, or `signals`, which use nothing.
+    """
+
+    rank: int
+    lane: str
+    statement: str
+    rounds: tuple[int, ...]
+    begin: float
+    end: float
+    waited: float
+    resource: str
+
+    @property
+    def working(self) -> float:
+        """The microseconds in which it does not wait."""
+        return self.end - self.begin - self.waited
+
+    def __str__(self) -> str:
+        rounds = f" in round {', '.join(map(str, self.rounds))}" if self.rounds else ""
+        return f"{self.statement}{rounds}"
+
+
+@dataclass(frozen=True)
+class PredictedTimeline:
+    """The predicted timeline of one call of a program.
+
+    Fields:
+        program: the name of the program.
+        machine: the machine for which it is predicted.
+        kernels: the family of kernels.
+        us: the microseconds of a call in a replay of a CUDA graph.
+        host_us: the microseconds in which the host issues a call without a graph.
+        spans: the spans of all ranks, by their beginning.
+        critical: the spans that determine the end of the call, from the first to the last.
+    """
+
+    program: str
+    machine: str
+    kernels: str
+    us: float
+    host_us: float
+    spans: tuple[PredictedSpan, ...]
+    critical: tuple[PredictedSpan, ...]
+
+    def busy(self, rank: int) -> dict[str, float]:
+        """Return the microseconds in which each resource of a rank works.
+
+        Spans that overlap count once. A kernel that waits for flags counts for as long as it does not wait.
+        """
+        held: dict[str, float] = {}
+        for resource in RESOURCES:
+            spans = [span for span in self.spans if span.rank == rank and span.resource == resource]
+            covered = sum(end - begin for begin, end in _union([(span.begin, span.end) for span in spans]))
+            held[resource] = max(0.0, covered - sum(span.waited for span in spans))
+        return held
+
+    def exposed(self, rank: int) -> float:
+        """Return the microseconds in which no computation of a rank makes progress."""
+        return max(0.0, self.us - self.busy(rank)[SMS])
+
+    def trace(self) -> Trace:
+        """Return the timeline as a `hostir.Trace`, which writes Perfetto's format and pictures."""
+        trace = Trace(f"{self.program}, predicted for {self.machine}: {self.us:.0f} us")
+        for span in self.spans:
+            trace.add(span.rank, span.lane, span.statement, span.begin / 1e6, span.end / 1e6, span.rounds)
+        return trace
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the timeline as a JSON object."""
+        return asdict(self) | {"busy": {rank: self.busy(rank) for rank in sorted({span.rank for span in self.spans})}}
+
+
+def timeline(
+    program: Program, *, machine: str, sizes: Mapping[str, int] | None = None, kernels: str | None = None
+) -> PredictedTimeline:
+    """Predict when each statement of a host program begins and ends on a known machine. Nothing runs.
+
+    The cost model that orders the candidates of `hi.compile` simulates one call on all ranks.
+
+    Args:
+        program: a host program.
+        machine: a known machine with a number of GPUs, such as `h100x8`.
+        sizes: values of the program's symbols.
+        kernels: `aten`, `cublas` or `triton`. By default the knob HOSTIR_KERNELS decides, and `auto` takes the faster
+            of `cublas` and `triton`.
+
+    Raises HostIRError for an unknown machine, and for sizes that are missing or do not fit.
+    """
+    if program.phase is not Phase.HOST:
+        raise error(f"@{program.name} is a fusion", user_span(), expected="a host program", hint="hi.lower(fusion)")
+    hardware, ranks = parse_machine(machine)
+    check_ranks(program, reference(hardware, ranks or program.ranks))
+    bound = program.given_sizes(sizes)
+    check_sizes(program, bound)
+    family = KERNELS.get(kernels)
+    return predict(program, bound, hardware, fastest_kernels(program, bound, hardware) if family == "auto" else family)
+
+
+def predict(
+    program: Program, sizes: Mapping[str, int], hardware: Hardware, kernels: str = "cublas", machine: str = ""
+) -> PredictedTimeline:
+    """Predict the timeline of a host program.
+
+    Args:
+        program: the host program.
+        sizes: a value for each of its symbols.
+        hardware: the constants of the GPUs.
+        kernels: the family of kernels: `aten`, `cublas` or `triton`.
+        machine: the name of the machine for reports; by default the number of ranks and the name of the GPU.
+
+    Raises HostIRError if the sizes do not fit the program.
+    """
+    tasks = tasks_of(program, sizes)
+    costs = Costs(hardware, kernels, flops(tasks))
+    simulation = Simulation(tasks, costs)
+    device = hardware.begin + simulation.run()
+    unrolled = {rank: unroll(program, rank, sizes) for rank in range(program.ranks)}
+
+    def span(task: CostTask) -> PredictedSpan:
+        text = RESET if task.op is None else unrolled[task.rank].text(task.op)
+        rounds = () if task.op is None else tuple(task.op.place.rounds)
+        lane = "caller" if task.op is None else COMMUNICATION if task.op.by_group else task.op.lane
+        ready = simulation.ready.get(task, simulation.begun[task])
+        begin, end = ready + hardware.begin, simulation.ended[task] + hardware.begin
+        waited = max(0.0, end - begin - _alone(task, costs))
+        waits = any(task.blocks) or bool(task.partners)
+        return PredictedSpan(task.rank, lane, text, rounds, begin, end, waited if waits else 0.0, _resource(task))
+
+    shown = {task: span(task) for task in tasks if _is_shown(task) and task in simulation.ended}
+    critical = [shown[task] for task in _critical(tasks, simulation, costs) if task in shown]
+    return PredictedTimeline(
+        program.name,
+        machine or f"{program.ranks} x {hardware.name}",
+        kernels,
+        device,
+        HostCosts(costs).call(tasks),
+        tuple(sorted(shown.values(), key=lambda s: (s.begin, s.rank))),
+        tuple(critical),
+    )
+
+
+def fastest_kernels(program: Program, sizes: Mapping[str, int], hardware: Hardware) -> str:
+    """Return the family of kernels, `cublas` or `triton`, with which a program is predicted to be faster."""
+    return min(("cublas", "triton"), key=lambda kernels: predict(program, sizes, hardware, kernels).us)
+
+
+def _alone(task: CostTask, costs: Costs) -> float:
+    """Return the microseconds of a task that never waits."""
+    if any(task.blocks):
+        return costs.by_blocks(task, 0.0, [0.0] * len(task.blocks))[0]
+    return costs.alone(task)
+
+
+def _is_shown(task: CostTask) -> bool:
+    """Return True if a task does work that a statement asks for; False for waits and for flags within a kernel."""
+    if isinstance(task.work, Nothing):
+        return False
+    return not (isinstance(task.work, Pause) and task.work.sender == "copies") and bool(task.launches or task.op)
+
+
+def _resource(task: CostTask) -> str:
+    work = task.work
+    if isinstance(work, Gemm | Traffic):
+        return SMS
+    if isinstance(work, CostCopy):
+        return OUT if work.to_peer else IN
+    return LINK if isinstance(work, CostTransfer | CostBarrier) else SIGNALS
+
+
+def _critical(tasks: Sequence[CostTask], simulation: Simulation, costs: Costs) -> list[CostTask]:
+    """Return the tasks that determine the end of the call, the first one first.
+
+    The walk goes backward from the task that ends last, always to what it waited for longest: the signal of a block
+    that came late, the rank that came last to a collective, or the dependency that ended last.
+    """
+    raisers = {flag: task for task in tasks for flag in task.raises}
+    task: CostTask | None = max(simulation.ended, key=lambda each: (simulation.ended[each], bool(each.launches)))
+    path: list[CostTask] = []
+    while task is not None and task not in path:
+        path.append(task)
+        signals = [signal for block in task.blocks for signal in block if signal in simulation.ended]
+        latest = max(signals, key=simulation.ended.__getitem__, default=None)
+        waited = simulation.ended[task] - simulation.begun[task] - _alone(task, costs) > EPSILON
+        if latest is not None and waited and simulation.ended[latest] > simulation.begun[task]:
+            task = latest
+        elif task in raisers:
+            task = raisers[task]
+        elif task.partners:
+            last = max(task.partners, key=lambda each: simulation.ready.get(each, 0.0))
+            task = simulation.cause.get(last)
+        else:
+            task = simulation.cause.get(task)
+    return path[::-1]
+
+
+def _union(intervals: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return intervals that cover the same times, and do not overlap, in order."""
+    merged: list[tuple[float, float]] = []
+    for begin, end in sorted(intervals):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((begin, end))
+    return merged
