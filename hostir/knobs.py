@@ -32,6 +32,7 @@ __all__ = [
     "KERNELS",
     "KNOBS",
     "NATIVE",
+    "PROFILE",
     "SPEC",
     "SYMMETRIC_LIMIT",
     "TIMEOUT",
@@ -239,6 +240,16 @@ NATIVE: Knob[bool] = Knob(
     "that Triton needs, too. 0: Python issues all calls, which takes two to three times as long on the host.",
 )
 
+PROFILE: Knob[bool] = Knob(
+    "HOSTIR_PROFILE",
+    False,
+    "1 or 0",
+    _truth,
+    "1: on CUDA, the work of each statement is in a range with the statement's text, for torch.profiler and as NVTX "
+    "ranges for Nsight Systems. Python then issues all calls, and executors replay no CUDA graphs. 0: only calls that "
+    "torch.profiler records have such ranges.",
+)
+
 TUNE: Knob[float] = Knob(
     "HOSTIR_TUNE",
     2.0,
@@ -250,7 +261,7 @@ TUNE: Knob[float] = Knob(
 )
 
 KNOBS: tuple[Knob[Path | None] | Knob[int] | Knob[int | None] | Knob[float] | Knob[str] | Knob[bool], ...] = (
-    *(DUMP, SPEC, TIMEOUT, KEEPALIVE, KERNELS, CACHE, SYMMETRIC_LIMIT, COMPARE_CALLS, NATIVE, TUNE),
+    *(DUMP, SPEC, TIMEOUT, KEEPALIVE, KERNELS, CACHE, SYMMETRIC_LIMIT, COMPARE_CALLS, NATIVE, PROFILE, TUNE),
 )
 
 

@@ -43,6 +43,7 @@ from hostir.job.session import Session, forked_from
 from hostir.job.symmetric import shares_memory
 from hostir.job.watchdog import LAST_WORDS
 from hostir.kernels.table import kernel_table
+from hostir.knobs import PROFILE
 from hostir.machines.binding import MAX_PLANS, Part, places
 from hostir.machines.cuda.graphs import Graphs
 from hostir.machines.cuda.machine import CudaMachine, CudaPlan
@@ -95,7 +96,7 @@ class RankExecutor(Executor):
             self._side = SideStreams(self._machine.device)
             if self._communicates:
                 self._order = communication_order(self._machine.device)
-            if graphs and trace is None:
+            if graphs and trace is None and not PROFILE.get():
                 self._graphs = self._make_graphs()
 
     def _join(self, machine: str | None, group: object, timeout: float | None) -> CudaMachine | GlooMachine:
@@ -292,7 +293,9 @@ class RankExecutor(Executor):
             return self._graphs.refusal or (isinstance(plan, CudaPlan) and plan.eager_only) or None
         if self.machine != "cuda":
             return f"machine '{self.machine}' has no CUDA graphs"
-        return "its statements are traced" if self.trace is not None else "graphs=False"
+        if self.trace is not None:
+            return "its statements are traced"
+        return "HOSTIR_PROFILE=1" if PROFILE.get() else "graphs=False"
 
     @untraced
     def synchronize(self) -> None:

@@ -158,7 +158,7 @@ class _Driver:
 class _Tensors(TorchFunctionMode):
     """Make new tensors on the GPU stand-ins, and pinned memory ordinary memory."""
 
-    addresses = itertools.count(1 << 40, 1 << 40)
+    addresses = itertools.count(1 << 48, 1 << 40)  # above all addresses of a process
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None

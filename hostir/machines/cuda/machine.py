@@ -28,7 +28,7 @@ from hostir.kernels.dtypes import torch_dtype
 from hostir.kernels.layout import Words
 from hostir.kernels.repeats import Kernel
 from hostir.kernels.table import kernels_for
-from hostir.knobs import NATIVE
+from hostir.knobs import NATIVE, PROFILE
 from hostir.machines.binding import MAX_PLANS, Step
 from hostir.machines.cuda.binder import CudaBinder
 from hostir.machines.cuda.context import PlanContext
@@ -36,6 +36,7 @@ from hostir.machines.cuda.cublas import CublasStreams
 from hostir.machines.cuda.graphs import uniform_only
 from hostir.machines.cuda.memory import PeerMemory
 from hostir.machines.cuda.native import DriverError, launcher
+from hostir.machines.cuda.ranges import in_ranges, profiler_runs
 from hostir.machines.cuda.streams import current, workers
 from hostir.machines.cuda.taped import IssuedSteps, Tapes
 from hostir.machines.cuda.timeline import Timeline
@@ -74,7 +75,8 @@ class CudaMachine:
             self.streams = groups.streams.setdefault(program.digest, self.streams)
             self.timeouts = groups.timeouts.setdefault(program.digest, self.timeouts)
         self.cublas_streams: dict[int, CublasStreams] = {}
-        self.launcher = launcher() if NATIVE.get() else None  # None: Python issues all steps
+        self.profiled = PROFILE.get()
+        self.launcher = launcher() if NATIVE.get() and not self.profiled else None  # None: Python issues all steps
 
     def kernel(self, op: ComputeOp) -> Kernel:
         """Return the kernel of a computation. During captures, it calls cuBLAS on a private stream."""
@@ -258,8 +260,11 @@ class CudaPlan:
 
     def steps_of(self, capturing: bool) -> IssuedSteps:
         """Return the steps to issue for the next run. The tensors of the run must be in the registers."""
-        if capturing:
-            return IssuedSteps.of([self.in_captures.get(i, step) for i, step in enumerate(self.steps)])
+        if capturing or self.machine.profiled or profiler_runs():
+            steps = [self.in_captures.get(i, step) for i, step in enumerate(self.steps)] if capturing else self.steps
+            if self.machine.profiled or profiler_runs():
+                steps = in_ranges(self.unrolled, self.ops, steps)
+            return IssuedSteps.of(steps)
         return self.in_python if self.tapes is None else self.tapes.steps(self)
 
     def join_workers(self) -> None:

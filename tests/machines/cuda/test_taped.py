@@ -154,7 +154,7 @@ def relative(lines: Sequence[str]) -> list[str]:
 
     def name(match: re.Match[str]) -> str:
         memory, offset = divmod(int(match[0], 16), 1 << 40)
-        if offset > 1 << 36:  # an address of this process: memory that the kernel reports to
+        if memory < 128:  # an address of this process, below 1 << 47: memory that the kernel reports to
             return match[0]
         return f"{known.setdefault(memory, len(known))}+{offset:x}"
 
@@ -321,6 +321,29 @@ def test_native_code_runs_on_the_plans_device_even_if_another_one_is_current_and
     logs.append(issued(plan, inputs_of(program, 0), driver))
     assert relative(logs[3]) == relative(logs[2])
     assert indices == [1]
+
+
+@pytest.mark.parametrize("knob", [False, True])
+def test_a_profiler_sees_the_work_of_each_statement_in_a_range_with_its_text(
+    knob: bool, gpu: Hopper, driver: FakeDriver, module: Any
+) -> None:
+    program = hi.lower(FUSIONS["gathered"](), "ring")
+    with hi.knobs.scope(profile=knob):
+        plan = gpu.plan(program, 0, "triton", inputs_of(program, 0))
+    plan.tapes = Tapes(module)
+    logs = []
+    for number in range(5):
+        if number < 3:
+            logs.append(issued(plan, inputs_of(program, 0), driver))
+        else:
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+                logs.append(issued(plan, inputs_of(program, 0), driver))
+    names = [event.name for event in profile.events() if event.name.startswith(f"@{program.name}: ")]
+    texts = [f"@{program.name}: {plan.unrolled.text(op)}" for op in plan.ops]
+    assert [name.partition(" in round")[0] for name in names] == texts
+    assert any(" matmul " in f" {name} " and " in round 0" in name for name in names)
+    assert all(relative(log) == relative(logs[0]) for log in logs)
+    assert bool(any(plan.tapes.by_key.values())) is not knob
 
 
 @pytest.mark.parametrize("runs", [1, 2, 3])
