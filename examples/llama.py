@@ -354,7 +354,8 @@ def main(argv: list[str] | None = None) -> None:
     device = torch.device("cuda", local) if torch.cuda.device_count() > local else torch.device("cpu")
     if options.graph and device.type == "cpu":
         parser.error("--graph is for GPUs")
-    with install(strategy=options.strategy):
+    tune = 0 if options.varying else None  # while candidates are tried, the memory that they hold changes
+    with install(strategy=options.strategy, tune=tune):
         train(options, device)
 
 
