@@ -54,12 +54,12 @@ Plan = dict[str, ParallelStyle]
 
 
 class Stack(Llama):
-    """A Llama-3 stack whose heads have the size HEAD, whatever the number of heads is."""
+    """A Llama-3 stack whose heads have the size `head`, whatever the number of heads is."""
 
-    def __init__(self, layers: int, features: int, hidden: int, heads: int, kv_heads: int) -> None:
+    def __init__(self, layers: int, features: int, hidden: int, heads: int, kv_heads: int, head: int = HEAD) -> None:
         nn.Module.__init__(self)
         self.embedding = nn.Embedding(VOCABULARY, features)
-        self.layers = nn.ModuleList(Block(features, heads, kv_heads, hidden, HEAD) for _ in range(layers))
+        self.layers = nn.ModuleList(Block(features, heads, kv_heads, hidden, head) for _ in range(layers))
         self.norm, self.output = RMSNorm(features), nn.Linear(features, VOCABULARY, bias=False)
 
 
