@@ -301,7 +301,7 @@ class Watchdog:
             if self.abandoned is None or self.abandoned.renewals < event.renewals:
                 self.abandoned = event
             self.disturbed = True
-        if self.first is not None:
+        if self.first is not None and self.first.renewals >= event.renewals:  # else every rank has made a call since
             self.failed.add(event.rank)
             return
         self.first, self.since = event, self.clock
