@@ -119,6 +119,7 @@ class Links:
     Fields:
         events: all events so far, in the same order on every rank.
         unsent: events of this rank that wait for a connection.
+        announced: the number of events that this rank has reported.
         links: the open connections.
         linked: True if this rank has connected to rank 0; always True on rank 0.
         vain: the time of the first failed attempt to connect to rank 0. It is 0 if no attempt has failed, and infinite
@@ -133,6 +134,7 @@ class Links:
         self.store, self.rank, self.size, self.keepalive = store, rank, size, keepalive
         self.events: list[RankEvent] = []
         self.unsent: list[RankEvent] = []
+        self.announced = 0
         self.links: list[Link] = []
         self.linked = size == 1
         self.vain = 0.0
@@ -180,45 +182,50 @@ class Links:
                 if ended:
                     self.drop(link, ended)
 
-    def announce(self, what: str, words: str = "", renewals: int = 0) -> RankEvent:
-        """Report an event of this rank to all ranks, and return the event."""
+    def announce(self, what: str, words: str = "", renewals: int = 0) -> None:
+        """Report an event of this rank to all ranks."""
         event = RankEvent(what, self.rank, words[:LONGEST], renewals)
         self.pump()
         with self.changing:
+            self.announced += 1
             if self.rank == 0 or (self.linked and not self.links):  # rank 0 has ended: only this rank gets the event
                 self.spread(event)
             elif self.linked:
                 self.links[0].send(event)
             else:
                 self.unsent.append(event)
-        return event
 
-    def await_all(self, event: RankEvent) -> None:
-        """Wait until all ranks are connected, and then until this rank has received its event from rank 0.
+    def await_all(self) -> None:
+        """Wait until all ranks are connected, and then until this rank has received all its events from rank 0.
 
         Rank 0 waits for the connections of all ranks; another rank waits only for its connection. The wait for the
-        connections and the wait for the event take at most PATIENCE seconds each.
+        connections and the wait for the events take at most PATIENCE seconds each.
         """
         deadline = time.monotonic() + PATIENCE
         while not self.complete() and time.monotonic() < deadline:
             time.sleep(PAUSE)
             self.pump()
-        self.await_own(event)
+        self.await_own()
 
     def complete(self) -> bool:
         """Return True if this rank is connected to rank 0. On rank 0, return True if all other ranks are connected."""
         with self.changing:
             return self.linked and (self.rank > 0 or sum(link.rank >= 0 for link in self.links) >= self.size - 1)
 
-    def await_own(self, event: RankEvent) -> None:
-        """Wait until this rank has received its event from rank 0. Then it has received all earlier events, too.
+    def await_own(self) -> None:
+        """Wait until this rank has received all its events from rank 0. Then it has received all earlier events, too.
 
-        Give up after PATIENCE seconds.
+        Give up after PATIENCE seconds, or if rank 0 has ended.
         """
         deadline = time.monotonic() + PATIENCE
-        while self.linked and event not in self.events and time.monotonic() < deadline:
+        while self.linked and self.links and self.received < self.announced and time.monotonic() < deadline:
             time.sleep(PAUSE)
             self.pump()
+
+    @property
+    def received(self) -> int:
+        """The number of this rank's events that have come back from rank 0. Events may be equal."""
+        return sum(event.rank == self.rank and event.what != "died" for event in self.events)
 
     def close(self) -> None:
         """Close the connections of this process. If it is a forked child, the connections of its parent stay open."""

@@ -178,7 +178,8 @@ class Watchdog:
         if isinstance(failure, MisalignedError):  # all ranks know it already
             return failure
         what, self.raised = "abandoned" if abandoned else "failed", failure
-        self.links.await_own(self.links.announce(what, headline(failure), self.renewals))
+        self.links.announce(what, headline(failure), self.renewals)
+        self.links.await_own()
         self.learn()
         theirs = self.first is not None and self.first.rank != self.rank
         cause = self.first.words if theirs and self.first is not None else self.loss()
@@ -193,7 +194,8 @@ class Watchdog:
 
         Return the first reason that any rank has reported.
         """
-        self.links.await_all(self.links.announce("misaligned", why))
+        self.links.announce("misaligned", why)
+        self.links.await_all()
         self.learn()
         return self.misaligned or why
 
@@ -215,7 +217,8 @@ class Watchdog:
 
     def leave(self) -> None:
         """Report to all ranks that this rank has made its last call. After that, its exit is no failure."""
-        self.links.await_own(self.links.announce("done"))
+        self.links.announce("done")
+        self.links.await_own()
 
     def close(self, done: bool = True) -> None:
         """End the thread and close the connections.
@@ -301,7 +304,7 @@ class Watchdog:
             if self.abandoned is None or self.abandoned.renewals < event.renewals:
                 self.abandoned = event
             self.disturbed = True
-        if self.first is not None:
+        if self.first is not None and self.first.renewals >= event.renewals:  # else every rank has made a call since
             self.failed.add(event.rank)
             return
         self.first, self.since = event, self.clock

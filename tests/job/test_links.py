@@ -63,6 +63,21 @@ def test_all_ranks_receive_the_same_events_in_the_same_order(ranks: list[Links])
     assert ranks[0].events == ranks[1].events == ranks[2].events
 
 
+def test_a_rank_waits_for_each_of_its_equal_events(ranks: list[Links]) -> None:
+    def forward() -> None:
+        while len(ranks[0].events) < 5:
+            time.sleep(1e-3)
+            ranks[0].pump()
+
+    forwarding = threading.Thread(target=forward, daemon=True)
+    forwarding.start()
+    for number in range(1, 6):
+        ranks[1].announce("failed", "why")
+        ranks[1].await_own()
+        assert ranks[1].events.count(RankEvent("failed", 1, "why")) == number
+    forwarding.join()
+
+
 def test_a_rank_whose_connection_ends_has_died_unless_it_was_done(ranks: list[Links]) -> None:
     ranks[1].announce("done")
     ranks[1].close()
@@ -102,7 +117,8 @@ def test_a_report_for_all_waits_for_a_rank_that_connects_late(store: Store) -> N
     first, last = Links(store, 0, 2, 10.0), Links(store, 1, 2, 10.0)
     late = threading.Timer(0.2, last.serve, (0.0, alarm))
     late.start()
-    first.await_all(first.announce("misaligned", "why"))
+    first.announce("misaligned", "why")
+    first.await_all()
     assert [link.rank for link in first.links] == [1]
     until([first, last], lambda: last.events == [RankEvent("misaligned", 0, "why")])
     late.join()

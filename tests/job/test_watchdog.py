@@ -140,6 +140,19 @@ def test_no_rank_is_waited_for_after_a_renewal_because_all_ranks_have_called(dog
     assert dog.first == later
 
 
+def test_a_failure_after_a_renewal_is_the_first_one_even_if_it_arrives_before_this_rank_has_renewed(
+    dog: Watchdog,
+) -> None:
+    """Otherwise this rank would think that all ranks have failed, and would not say that it makes calls again."""
+    dog.everyone = {0, 1}
+    dog.take(RankEvent("abandoned", 0, "before", 0))
+    dog.take(after := RankEvent("failed", 1, "after", 1))
+    dog.renewed()
+    assert dog.first == after
+    assert dog.failed == {1}
+    assert dog.away == {0, 1}
+
+
 class Waiting(Plan):
     """A plan that waits for a peer. `raised`: the error that was raised from its run."""
 
