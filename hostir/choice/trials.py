@@ -161,11 +161,10 @@ class Trial:
         self.ran: dict[Candidate, set[str]] = {}  # the sizes that each candidate has run, while it has plans
         self.schedule: deque[tuple[Candidate, bool]] = deque([(self.progress.best, False)] * WARM[self.device])
         self.met = False
+        self.ranges.choices[key(self.ranges.representative(self.sizes))] = self.before
         if (result := self._posted_result()) is not None:
             self.progress.best = result
             self._conclude()
-        elif self.budget:
-            self._publish()
 
     @property
     def is_over(self) -> bool:

@@ -32,6 +32,7 @@ from hostir.ir.source import HostIRError
 from hostir.job.offers import Offer
 from hostir.job.session import session
 from hostir.job.symmetric import SymmetricMemory
+from hostir.torch.ops.running import group_named
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 CASES: dict[str, Callable[[], None]] = {}
@@ -415,7 +416,7 @@ def a_failure_that_one_rank_has_while_it_plans_is_a_reason() -> None:
 
 
 def summed(name: str) -> hi.Fusion:
-    """Return a matmul with an all-reduce. `fused` and `ring` need an M that they can divide; other strategies do not."""
+    """Return a matmul with an all-reduce. `fused` and `ring` divide M, other strategies do not."""
     with hi.Fusion(name) as fusion:
         a, b = hi.tensor("a", ["M", 32], "f32"), hi.tensor("b", [32, 16], "f32")
         c = a @ b
@@ -600,7 +601,7 @@ def a_recomputation_runs_the_program_of_its_forward_pass() -> None:
             repeated += CALLED[:1]
             assert repeated == forward, (step, repeated, forward)
         (row,) = [
-            row for row in hostir.torch.report() if row.strategy.startswith("ring") and "all_gather_matmul" in row[0]
+            row for row in hostir.torch.report() if row.strategy.startswith("ring") and "all_gather_matmul" in row.operator
         ]
         assert row.why[0].startswith("measured on "), row
         for name, executor in group_named(group).compiled.items():
