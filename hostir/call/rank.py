@@ -262,6 +262,13 @@ class RankExecutor(Executor):
             if self.watchdog is not None and self.watchdog.disturbed:
                 self._resume()
 
+    def abandon(self, problem: BaseException) -> None:
+        """Report to the other ranks that an exception has ended work between calls that all ranks do together."""
+        if isinstance(problem, MisalignedError) or self._machine.groups.abandoned:
+            return  # all ranks know it
+        self.calls.visible = True
+        self._interrupted(problem)
+
     def prepare(self, inputs: Sequence[Any], out: Any) -> None:
         """Make the plan for calls with these tensors, and run nothing. All ranks call this.
 

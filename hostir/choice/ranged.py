@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -61,11 +60,8 @@ class RangedExecutor(Executor):
         self._simulated, self._rank = rank is None, rank or 0
         largest = self._executor(ranges.candidate(ranges.largest))
         self._latest: tuple[list[int] | None, Executor] = None, largest  # the call's extents at `_axes`, its executor
-        self._number = 0
         if largest.session is not None:
             largest.session.members.add(self)
-            largest.session.compiled += 1  # in the same order on all ranks
-            self._number = largest.session.compiled
         self._axes = [  # (input, axis) for the axes with free sizes of the inputs that this rank holds
             (i, k)
             for i, value in enumerate(ranges.first_program.inputs)
@@ -109,7 +105,7 @@ class RangedExecutor(Executor):
         suitable = self._for(inputs)
         if not isinstance(suitable, TriedCall):
             return suitable.start(*inputs, out=out)
-        executor, started = suitable.trial.start(inputs, out)
+        executor, started = suitable.trial.start(suitable.sizes, inputs, out)
         self._latest = None, executor
         return started
 
@@ -138,6 +134,7 @@ class RangedExecutor(Executor):
         """Make no more executors, because the process group is gone. The existing executors refuse calls."""
         current = self.current
         self._execute = lambda program, kernels: current
+        self.ranges.budget = 0.0  # no more trials
         self.trials.clear()
 
     def _drop_stale(self) -> None:
@@ -173,9 +170,7 @@ class RangedExecutor(Executor):
         program, fixed = self.ranges.first_program, latest.sizes
         sizes: Mapping[str, int] | None
         try:
-            if not self.ranges.free:
-                sizes = self.ranges.fixed
-            elif self._simulated:
+            if self._simulated:
                 sizes = sizes_of(program, inputs, fixed)
             else:
                 shaped = [_with_shape_of(x, v) for v, x in zip(program.inputs, inputs, strict=True)]
@@ -184,8 +179,9 @@ class RangedExecutor(Executor):
             return None
         if sizes is None:
             return None
-        trial = self._trial(sizes)
-        return TriedCall(trial, sizes) if trial is not None else self._executor(self.ranges.candidate(sizes))
+        if (trial := self._trial(sizes)) is not None:
+            return TriedCall(trial, sizes)
+        return self._executor(self.ranges.candidate(sizes if self.ranges.free else self.ranges.fixed))
 
     def _trial(self, sizes: Mapping[str, int]) -> Trial | None:
         """Return the trial for the range of these sizes; None if there is none, or if it has ended."""
@@ -200,23 +196,15 @@ class RangedExecutor(Executor):
             trial = self.trials[name] = self._begin(name, sizes, rivals)
             return trial
         self._settled.add(name)
-        self.trials.pop(name, None)
+        if (ended := self.trials.pop(name, None)) is not None:
+            ended.rest()
         return None
 
     def _begin(self, name: str, sizes: Mapping[str, int], rivals: Sequence[Timing]) -> Trial:
         """Return a new trial for a range of sizes."""
-        ranges, session = self.ranges, self.session
         execute = weakref.WeakMethod(self._executor)  # so that the last reference destroys this executor at once
-        first = session is None or session.rank == 0
-        return Trial(
-            f"@{ranges.fusion}{f' at {name}' if name else ''} ({self._number})",
-            rivals,
-            ranges.captured(sizes),
-            lambda candidate: execute()(candidate),  # type: ignore[misc]
-            ranges.estimate,
-            0.0 if torch.are_deterministic_algorithms_enabled() else ranges.budget,
-            partial(ranges.tried, dict(sizes), ranges.choice(sizes), rivals, first),
-        )
+        title = f"@{self.ranges.fusion}{f' at {name}' if name else ''} ({self.ranges.number})"
+        return Trial(title, rivals, self.ranges, dict(sizes), lambda candidate: execute()(candidate))  # type: ignore[misc]
 
     def _executor(self, candidate: Candidate) -> Executor:
         if candidate not in self.executors:

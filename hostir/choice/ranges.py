@@ -6,6 +6,7 @@ example, 4096 stands for 3072 to 6143.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -22,6 +23,7 @@ from hostir.ir.source import HostIRError, warn_once
 
 LARGEST = 16  # the exponent of the largest size that choices are made for; it stands for all larger sizes as well
 MOST_RIVALS = 4  # candidates with the shortest estimates that a trial compares; a sequential one is always among them
+_numbers = itertools.count(1)
 UNTRIED = "not tried: its estimate is longer than those of the candidates that were tried"
 
 
@@ -55,9 +57,11 @@ class Ranges:
 
     Fields:
         budget: the seconds that a trial may add to the calls of a range; 0 for no trials.
+        number: a number that is the same on all ranks, and different for each object of a group of ranks.
     """
 
     budget = 0.0
+    number = 0
 
     def __init__(
         self, decider: Decider, fixed: Mapping[str, int], measured: Mapping[str, Entries] | None = None
@@ -108,29 +112,37 @@ class Ranges:
         """
         return self._fitting(self.choice(sizes), sizes)
 
+    def fits(self, candidate: Candidate, sizes: Mapping[str, int]) -> bool:
+        """Return True if a candidate can run calls with these sizes."""
+        return self.decider.fits(self.program(candidate), sizes)
+
     def _fitting(self, choice: Choice, sizes: Mapping[str, int]) -> Candidate:
-        ranked = [timing.candidate for timing in choice.timings]
-        fitting = (c for c in ranked if self.decider.fits(self.program(c), sizes))
-        sequential = (c for c in ranked if c.strategy == SEQUENTIAL)
-        return next(fitting, None) or next(sequential, ranked[0])
+        ranked = [choice.taken, *(timing.candidate for timing in choice.timings)]
+        everything = [*ranked, *self.decider.candidates.programs]  # a trial may have left a sequential one out
+        sequential = [candidate for candidate in everything if candidate.strategy == SEQUENTIAL]
+        fitting = (candidate for candidate in (*ranked, *sequential) if self.fits(candidate, sizes))
+        return next(fitting, None) or next(iter(sequential), choice.taken)
 
     def rivals(self, sizes: Mapping[str, int]) -> tuple[Timing, ...]:
         """Return the candidates that a trial should compare in calls with these sizes, with their estimated times.
 
-        The fastest comes first. The tuple is empty if there is nothing to compare, or if all were measured before.
+        The fastest comes first: by measurements if some were measured before, else by estimates. The tuple is empty if
+        there is nothing to compare, or if all were measured before.
         """
         if not self.budget or self.decider.calls == "graph":
             return ()
         choice = self.choice(sizes)
-        timings = sorted(self.decider.estimates(self.representative(sizes))[0], key=lambda timing: timing.us)
-        fitting = [timing for timing in timings if self.decider.fits(self.program(timing.candidate), sizes)]
+        best = choice.taken if choice.source == MEASURED else None
+        timings = self.decider.estimates(self.representative(sizes))[0]
+        fitting = [timing for timing in timings if self.fits(timing.candidate, sizes)]
+        fitting.sort(key=lambda timing: (timing.candidate != best, timing.us))
         sequential = [timing for timing in fitting if timing.candidate.strategy == SEQUENTIAL]
-        best = fitting[:MOST_RIVALS]
-        best += [timing for timing in sequential[:1] if not any(t in sequential for t in best)]
+        rivals = fitting[:MOST_RIVALS]
+        rivals += [timing for timing in sequential[:1] if not any(t in sequential for t in rivals)]
         measured = {timing.candidate for timing in choice.timings} if choice.source == MEASURED else set()
-        if len(best) < 2 or all(timing.candidate in measured for timing in best):
+        if len(rivals) < 2 or all(timing.candidate in measured for timing in rivals):
             return ()
-        return tuple(best)
+        return tuple(rivals)
 
     def tried(
         self, sizes: Mapping[str, int], choice: Choice, estimates: Sequence[Timing], first: bool, progress: TrialState
@@ -154,13 +166,15 @@ class Ranges:
             source = f"{BEING_MEASURED} ({progress.tried} of {progress.rivals})"
         else:
             source = MEASURED if timings else choice.source
-        untried = [timing for timing in choice.timings if timing.candidate not in progress.times]
+        left = choice.timings if timings and progress.done else ()
+        tried = progress.times.keys() | progress.refused.keys()
+        refused += [Impossible(timing.candidate, UNTRIED) for timing in left if timing.candidate not in tried]
         self.choices[key(self.representative(sizes))] = replace(
             choice,
             taken=progress.best,
             source=source,
             timings=tuple(sorted(timings, key=lambda timing: timing.us)) or choice.timings,
-            impossible=(*choice.impossible, *refused, *(Impossible(t.candidate, UNTRIED) for t in untried if timings)),
+            impossible=(*choice.impossible, *refused),
         )
 
         if progress.done:
@@ -276,8 +290,8 @@ def agreed_ranges(
     decider = decider_for(program, kernels, machine, calls, symmetric_limit, group)
     ranges = Ranges(decider, fixed)
     check_sizes(program, ranges.representative(ranges.largest))
-    data, first = from_rank_0(machine, group, lambda: {**_encoded(ranges), "budget": budget})
-    ranges.budget = data["budget"]
+    data, first = from_rank_0(machine, group, lambda: {**_encoded(ranges), "budget": budget, "number": next(_numbers)})
+    ranges.budget, ranges.number = data["budget"], data["number"]
     ranges.choices = {key(ranges.representative(ranges.largest)): Choice.from_json(data["choice"])}
     ranges.measured = {name: {Candidate(*c): Entry(*e) for c, e in each} for name, each in data["measured"].items()}
     choice = ranges.choice(ranges.largest)

@@ -8,23 +8,29 @@ after another. In a duel the challenger first runs a few calls untimed. Then bot
 A B B A A B. The time of a call is the time of its slowest rank. The candidate with the smaller median wins. The loser
 gives up its memory, so at most two candidates hold memory at a time.
 
+Some calls are not timed. The first call with new sizes runs the best candidate so far, because the caller may capture
+the next call with these sizes into a CUDA graph. The first call of a candidate with new sizes makes a plan. Captures,
+recomputations and sizes that do not fit the candidate are no trials either.
+
 All ranks must run the same candidate in the same call. In every call of a trial, the rank that comes first writes to
-the store which candidate runs: the next one of the trial, the best one so far, or a certain one again. The other ranks
-follow it. So the ranks agree even if one of them captures a CUDA graph, in which no candidate can be timed. At the end
-of a duel all ranks meet, and exchange their times. After the trial, calls cost no more than the calls of any executor.
+the store which candidate runs, and the other ranks follow it. So the ranks agree even if one of them captures a CUDA
+graph. At the end of a duel all ranks meet, and exchange their times. After the trial, calls cost no more than the calls
+of any executor. If a rank fails in a meeting, all ranks raise an error, and the trial restarts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import astuple
 from math import isfinite, nan
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,16 +38,17 @@ from hostir.call.executor import Executor
 from hostir.call.rank import RankExecutor
 from hostir.call.started import Started
 from hostir.choice.choices import Candidate, Timing, TrialState
+from hostir.choice.ranges import Ranges, key
 from hostir.choice.recomputation import Checkpointed, recomputes
 from hostir.ir.source import HostIRError, error
 from hostir.job.links import MisalignedError, headline
 
 WARM = {"cpu": 1, "cuda": 3}  # untimed calls; on CUDA, native code or a CUDA graph issues calls from the fourth on
 ROUNDS = 5  # timed calls of each candidate in a duel
-MOST_CALLS = 64  # calls after which a trial ends, with the champion so far
+MOST_CALLS = 64  # calls after which a trial ends with the best so far; captures and recomputations do not count
 PATIENCE = 600.0  # seconds that ranks wait for a rank that compiles kernels of a candidate
 SHOWN_AFTER = 1.0  # seconds after which a trial shows its progress at a terminal
-TRY, KEEP = "try", "keep"  # kinds of calls: run the next candidate of the trial; run the best candidate so far
+LATE = f"not tried: a trial ends after {MOST_CALLS} calls"
 
 
 class Lap:
@@ -82,33 +89,56 @@ def is_capturing(device: str) -> bool:
     return device == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+class Step(NamedTuple):
+    """The part of one call in a trial, on which the ranks agree.
+
+    Fields:
+        candidate: the candidate that runs.
+        scheduled: True if the call is the next one of the schedule.
+        timed: True if the call is timed.
+        counted: True if the call counts toward MOST_CALLS.
+    """
+
+    candidate: Candidate
+    scheduled: bool = False
+    timed: bool = False
+    counted: bool = False
+
+    @staticmethod
+    def of(text: str) -> Step:
+        candidate, *flags = json.loads(text)
+        return Step(Candidate(*candidate), *flags)
+
+    def __str__(self) -> str:
+        return json.dumps([astuple(self.candidate), *self[1:]])
+
+
 class Trial:
     """The trial of the candidates for one range of sizes.
 
     Args:
         name: a text that names the fusion and the range. It is the same on all ranks, and different for each trial.
-        rivals: the candidates to try, with estimated times, the fastest first. Those of rank 0 count.
-        captured: the candidate that runs in captures of CUDA graphs before the first duel.
+        rivals: the candidates to try, with estimated times, the best first. A rank tries those that all ranks have.
+        ranges: the choices of the fusion. The trial replaces the choice for its range.
+        sizes: the sizes of the first call.
         execute: returns the executor of a candidate.
-        estimate: returns the estimated time of a candidate for some sizes.
-        budget: the seconds that the trial may add to the calls. If rank 0 passes 0, there is no trial.
-        publish: called with the progress after each duel.
     """
 
     def __init__(
         self,
         name: str,
         rivals: Sequence[Timing],
-        captured: Candidate,
+        ranges: Ranges,
+        sizes: Mapping[str, int],
         execute: Callable[[Candidate], Executor],
-        estimate: Callable[[Candidate, Mapping[str, int]], float],
-        budget: float,
-        publish: Callable[[TrialState], None],
     ) -> None:
-        self.name, self.execute, self.estimate, self.publish = name, execute, estimate, publish
+        self.name, self.rivals, self.ranges, self.sizes, self.execute = name, rivals, ranges, sizes, execute
+        self.before = ranges.choice(sizes)  # the choice before the trial
         self.estimates = {timing.candidate: timing.us for timing in rivals}
-        self.budget = budget
-        self.captured = captured
+        # The seconds that the trial may add to the calls; those of rank 0 count. Without any, there are no duels.
+        self.budget = 0.0 if torch.are_deterministic_algorithms_enabled() else ranges.budget
+        # The candidate for captures before the first duel.
+        self.captured = ranges.captured(sizes) if self.budget else rivals[0].candidate
         self.checkpointed = Checkpointed[Candidate]()
         self.busy: threading.Thread | None = None  # the thread that is in a call
         first = execute(rivals[0].candidate)
@@ -117,47 +147,64 @@ class Trial:
         self.restart()
 
     def restart(self) -> None:
-        """Restart the trial. All ranks do this after a call that ended midway."""
+        """Restart the trial. All ranks do this after a call that ended midway.
+
+        If a rank has ended the trial before, all ranks take the result of that rank.
+        """
         self.progress = TrialState(next(iter(self.estimates)), rivals=len(self.estimates))
         self.waiting = list(self.estimates)[1:]  # challengers that have not been tried
         self.challenger: Candidate | None = None
         self.number = 0  # calls so far
+        self.counted = 0  # calls so far that count toward MOST_CALLS
         self.spent = 0.0  # seconds that the losers took longer than the winners
         self.laps: list[tuple[Candidate, Mapping[str, int], Lap]] = []  # of the current duel
-        warm = WARM[self.device] + (self.captured != self.progress.best)
-        self.schedule: deque[tuple[Candidate, bool]] = deque([(self.progress.best, False)] * warm)
-        if self.captured != self.progress.best:  # first, so that it has a plan when a capture comes in the second call
-            self.schedule[0] = self.captured, False
+        self.ran: dict[Candidate, set[str]] = {}  # the sizes that each candidate has run, while it has plans
+        self.schedule: deque[tuple[Candidate, bool]] = deque([(self.progress.best, False)] * WARM[self.device])
         self.met = False
+        self.ranges.choices[key(self.ranges.representative(self.sizes))] = self.before
+        if (result := self._posted_result()) is not None:
+            self.progress.best = result
+            self._conclude()
 
     @property
     def is_over(self) -> bool:
         """True if all later calls run the winner: the trial has ended, and no checkpointed part can be recomputed."""
-        return self.progress.done and not self.checkpointed
+        return self.progress.done and not self.checkpointed and not is_capturing(self.device)
 
     def call(self, sizes: Mapping[str, int], inputs: Sequence[Any], out: Any) -> tuple[Executor, tuple[Any, ...]]:
         """Make a call, which may be a part of the trial. Return the executor that made it, and its outputs."""
         executor = self.execute(self.progress.best)
-        calls, thread = executor.calls, threading.current_thread()
-        if (other := self.busy) is not None and other is not thread:
+        calls = executor.calls
+        if (other := self.busy) is not None:
             calls.refuse_overlap(executor.program.name, other)
         with calls.lock:
-            self.busy = thread
+            self.busy = threading.current_thread()
             try:
                 self._recover()
                 return self._call(sizes, inputs, out)
             finally:
                 self.busy = None
 
-    def start(self, inputs: Sequence[Any], out: Any) -> tuple[Executor, Started]:
+    def start(self, sizes: Mapping[str, int], inputs: Sequence[Any], out: Any) -> tuple[Executor, Started]:
         """Start a call of the best candidate so far. A started call is not timed, because other work runs beside it."""
         self._recover()
-        executor = self.execute(self._kept)
-        return executor, executor.start(*inputs, out=out)
+        candidate = self._kept(sizes)
+        executor = self.execute(candidate)
+        started = executor.start(*inputs, out=out)
+        self.ran.setdefault(candidate, set()).add(key(sizes))
+        return executor, started
 
     def end(self) -> None:
         """End the trial with the best candidate so far. All ranks call this between the same two calls."""
-        self._finish()
+        executor = self.execute(self.progress.best)
+        with self._together(executor):
+            executor.synchronize()
+            self._finish()
+
+    def rest(self) -> None:
+        """Drop the plans of the losers, which recomputations may have made again after the trial."""
+        for candidate in self.ran.keys() - {self.progress.best}:
+            self._rest(candidate)
 
     def _recover(self) -> None:
         """Recover from a failure before this call. If the ranks renew their shared state, the trial restarts."""
@@ -165,54 +212,82 @@ class Trial:
         if isinstance(executor, RankExecutor):
             executor.recover()
 
+    @contextlib.contextmanager
+    def _together(self, executor: Executor) -> Iterator[None]:
+        """Return a context manager for work that all ranks do together.
+
+        If an exception ends the work, the other ranks get an error, too, and the trial restarts in the next call.
+        """
+        try:
+            yield
+        except BaseException as problem:
+            if isinstance(executor, RankExecutor):
+                executor.abandon(problem)
+            if self.session is None:
+                self.restart()
+            raise
+
     def _call(self, sizes: Mapping[str, int], inputs: Sequence[Any], out: Any) -> tuple[Executor, tuple[Any, ...]]:
-        capturing = is_capturing(self.device)
-        proposed = KEEP if capturing or self.progress.done else TRY
-        if recomputes():
-            forward = self.checkpointed.repeated()
-            proposed = KEEP if forward is None else str(list(self.estimates).index(forward))
-        agreed = proposed if self.progress.done else self._first(proposed)
-        if agreed == TRY and not self.schedule:  # an exception ended the meeting after the last duel
-            self._finish()
-            agreed = KEEP
-        if agreed == TRY:
-            if capturing:
-                what = f"this rank captures a call of {self.name} into a CUDA graph, and another rank does not"
-                raise error(what, expected="all ranks to capture the same calls")
-            candidate, timed = self.schedule[0]
-        else:
-            candidate, timed = self._kept if agreed == KEEP else list(self.estimates)[int(agreed)], False
-        executor = self.execute(candidate)
-        lap = LAPS[self.device]() if timed else None
+        repeats, capturing = recomputes(), is_capturing(self.device)
+        step = self._first(self._step(sizes, repeats, capturing))
+        if step.counted and capturing:
+            what = f"this rank captures a call of {self.name} into a CUDA graph, and another rank does not"
+            raise error(what, expected="all ranks to capture the same calls")
+        executor = self.execute(step.candidate)
+        lap = LAPS[self.device]() if step.timed else None
         outputs = executor(*inputs, out=out)
-        self.number += 1
-        if not recomputes():
-            self.checkpointed.append(candidate)
-        if agreed == TRY:
-            self.schedule.popleft()
         if lap is not None:
             lap.stop()
-            self.laps.append((candidate, sizes, lap))
-        if agreed == TRY and not self.schedule:
-            self._meet(executor, inputs, out)
-        elif self.number >= MOST_CALLS and not self.progress.done:
-            self._finish()
+            self.laps.append((step.candidate, sizes, lap))
+        self.number += 1
+        self.counted += step.counted
+        self.ran.setdefault(step.candidate, set()).add(key(sizes))
+        if not repeats:
+            self.checkpointed.append(step.candidate)
+        if step.scheduled:
+            self.schedule.popleft()
+        if step.counted and (not self.schedule or self.counted >= MOST_CALLS):
+            with self._together(executor):
+                self._meet(executor, inputs, out)
         return executor, outputs
 
-    @property
-    def _kept(self) -> Candidate:
-        """The candidate for a call that cannot be timed: the best so far, or `captured` before the first duel."""
-        return self.progress.best if self.met else self.captured
+    def _step(self, sizes: Mapping[str, int], repeats: bool, capturing: bool) -> Step:
+        """Return the part of a call with these sizes in the trial, as this rank proposes it.
 
-    def _first(self, mine: str) -> str:
-        """Return the proposal for this call of the rank that comes first. All ranks follow it.
-
-        `mine` is the proposal of this rank: TRY, KEEP, or the index of a candidate.
+        `repeats` is True if the call recomputes a call, and `capturing` is True if it is captured in a CUDA graph.
         """
-        if self.session is None or self.session.size == 1:
+        kept = self._kept(sizes)
+        if repeats:
+            return Step(self.checkpointed.repeated() or kept)
+        if self.progress.done or capturing:
+            return Step(kept)
+        candidate, timed = self.schedule[0]
+        if key(sizes) not in self.ran.get(kept, ()):
+            return Step(kept, scheduled=(candidate, timed) == (kept, False), counted=True)
+        if not self.ranges.fits(candidate, sizes):
+            return Step(kept, counted=True)
+        if timed and key(sizes) not in self.ran.get(candidate, ()):
+            return Step(candidate, counted=True)
+        return Step(candidate, scheduled=True, timed=timed, counted=True)
+
+    def _kept(self, sizes: Mapping[str, int]) -> Candidate:
+        """Return the candidate for a call that cannot be timed: the best so far, or `captured` before the first duel.
+
+        If it does not fit the sizes, return the next best candidate that does.
+        """
+        kept = self.progress.best if self.met else self.captured
+        return kept if self.ranges.fits(kept, sizes) else self.ranges.candidate(sizes)
+
+    def _first(self, mine: Step) -> Step:
+        """Return the step that the rank that comes first proposes for this call. All ranks follow it.
+
+        `mine` is the proposal of this rank.
+        """
+        if self.progress.done or self.session is None or self.session.size == 1:
             return mine
         with self.session.asking(f"call {self.number} of the trial of {self.name}"):
-            return str(self.session.store.compare_set(f"trial of {self.name}/{self.number}", "", mine).decode())
+            place = f"trial of {self.name}/{self.number}"
+            return Step.of(self.session.store.compare_set(place, "", str(mine)).decode())
 
     def _exchange(self, mine: object) -> list[Any]:
         """Send data to all ranks, and return the data of all ranks."""
@@ -226,13 +301,14 @@ class Trial:
         """End a duel, and begin the next one. All ranks call this after the same call, with its tensors."""
         executor.synchronize()
         if not self.met:
-            settings = self._exchange([self.budget, [list(self.estimates).index(c) for c in self.waiting]])[0]
-            self.met, self.budget = True, settings[0]
-            self.waiting = [list(self.estimates)[i] for i in settings[1]] if self.budget else []
-            if self.captured != self.progress.best:
-                self._drop(self.captured)
-        if self.challenger is not None:
+            self._agree()
+        if self.challenger is not None and not self.schedule:
             self._end_duel(self.challenger)
+            self.challenger = None
+        if self.counted >= MOST_CALLS:
+            self.progress.refused |= dict.fromkeys(filter(None, (self.challenger, *self.waiting)), LATE)
+            return self._finish()
+        self._drop_losers()
         while self.waiting:
             challenger = self.waiting.pop(0)
             self.progress.tried += 1
@@ -244,12 +320,20 @@ class Trial:
             duel = [self.progress.best, challenger]
             turns = [c for n in range(ROUNDS) for c in (duel if n % 2 == 0 else reversed(duel))]
             self.schedule.extend([(challenger, False)] * WARM[self.device] + [(c, True) for c in turns])
-            self.publish(self.progress)
-            return
-        self._finish()
+            return self._publish()
+        return self._finish()
+
+    def _agree(self) -> None:
+        """Agree on the budget and on the candidates: those of rank 0, unless another rank lacks them."""
+        mine = [astuple(candidate) for candidate in self.waiting]
+        answers = self._exchange([self.budget, mine])
+        self.budget, waiting = answers[0]
+        shared = [each for each in waiting if all(each in rivals for _, rivals in answers)]
+        self.waiting = [Candidate(*each) for each in shared] if self.budget else []
+        self.met = True
 
     def _end_duel(self, challenger: Candidate) -> None:
-        """End a duel: compare the times of all ranks, and drop the loser."""
+        """End a duel: compare the times of all ranks. The winner is the new champion."""
         first = self.laps[0][1]
         mine = [_finite(lap.us() * self._scale(c, first, sizes)) for c, sizes, lap in self.laps]
         slowest: dict[Candidate, list[float]] = {candidate: [] for candidate, *_ in self.laps}
@@ -258,10 +342,8 @@ class Trial:
         champion = self.progress.best
         medians = {candidate: statistics.median(times or [nan]) for candidate, times in slowest.items()}
         self.laps.clear()
-        self.challenger = None
-        if not all(map(isfinite, medians.values())):
+        if not all(us > 0 for us in medians.values()):  # NaN is not greater than 0 either
             self.progress.refused[challenger] = "its calls could not be timed"
-            self._drop(challenger)
             return
         # The champion's time differs a little from duel to duel. All times are relative to its time in the first duel.
         times, calls = self.progress.times, WARM[self.device] + ROUNDS
@@ -270,11 +352,12 @@ class Trial:
         self.spent += abs(medians[champion] - medians[challenger]) * calls / 1e6
         if times[challenger] < times[champion]:
             self.progress.best = challenger
-        self._drop(champion if self.progress.best == challenger else challenger)
 
     def _scale(self, candidate: Candidate, first: Mapping[str, int], sizes: Mapping[str, int]) -> float:
         """Return the factor that turns the time of a call with `sizes` into a time for the sizes `first`."""
-        return 1.0 if sizes == first else self.estimate(candidate, first) / self.estimate(candidate, sizes)
+        if sizes == first:
+            return 1.0
+        return self.ranges.estimate(candidate, first) / (self.ranges.estimate(candidate, sizes) or nan)
 
     def _too_slow(self, challenger: Candidate) -> str:
         """Return a reason not to try a candidate, if its calls would exceed the budget; else an empty text."""
@@ -288,35 +371,69 @@ class Trial:
     def _prepared(self, candidate: Candidate, inputs: Sequence[Any], out: Any) -> str:
         """Make the plan of a candidate on all ranks. Return the reason if a rank cannot, else an empty text."""
         problem = ""
+        self.ran[candidate] = set()
         try:
             executor = self.execute(candidate)
             if isinstance(executor, RankExecutor):
                 executor.prepare(inputs, out)
         except MisalignedError:
             raise
-        except HostIRError as refusal:
+        except Exception as refusal:  # any failure, for example of a compiler: the other ranks wait for the reason
+            if self.session is not None and self.session.groups.abandoned:  # another rank was interrupted
+                raise
             problem = headline(refusal)
         problem = next(filter(None, self._exchange(problem)), "")
         if problem:
-            self._drop(candidate)
+            self._drop_losers()
         return problem
 
-    def _drop(self, candidate: Candidate) -> None:
-        """Release the memory of a candidate that lost. All ranks call this, and no rank uses the memory any more."""
+    def _drop_losers(self) -> None:
+        """Release the memory of all candidates except the best. All ranks call this, and none uses the memory now."""
+        self.rest()
+        self.ran = {self.progress.best: self.ran.get(self.progress.best, set())}
+        if self.session is not None and self.session.groups.memory is not None:
+            self.session.groups.memory.discard()
+
+    def _rest(self, candidate: Candidate) -> None:
         try:
             executor = self.execute(candidate)
         except HostIRError:  # it could not be made at all
             return
         if isinstance(executor, RankExecutor):
             executor.rest()
-        if self.session is not None and self.session.groups.memory is not None:
-            self.session.groups.memory.discard()
 
     def _finish(self) -> None:
+        """End the trial, and release the memory of all losers. All ranks call this."""
+        self._drop_losers()
+        self._post_result()
+        self._conclude()
+
+    def _conclude(self) -> None:
+        """Set the state of a trial that has ended."""
         self.schedule.clear()
         self.waiting.clear()
+        self.challenger = None
         self.met = self.progress.done = True
-        self.publish(self.progress)
+        self._publish()
+
+    def _publish(self) -> None:
+        first = self.session is None or self.session.rank == 0
+        self.ranges.tried(self.sizes, self.before, self.rivals, first, self.progress)
+
+    def _post_result(self) -> None:
+        """Write the winner to the store, for ranks whose last meeting is interrupted now."""
+        if self.session is not None and self.session.size > 1:
+            with self.session.asking(f"the result of the trial of {self.name}"):
+                text = json.dumps(astuple(self.progress.best))
+                self.session.first_store.set(f"result of the trial of {self.name}", text)
+
+    def _posted_result(self) -> Candidate | None:
+        """Return the winner that a rank has written to the store; None if no rank has."""
+        if self.session is None or self.session.size == 1:
+            return None
+        place, store = f"result of the trial of {self.name}", self.session.first_store
+        with self.session.asking(place):
+            return Candidate(*json.loads(store.get(place))) if store.check([place]) else None
 
     def _show(self, challenger: Candidate) -> None:
         """Print the progress at a terminal, if the trial takes long."""

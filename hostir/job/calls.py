@@ -301,8 +301,9 @@ class Calls:
         self._move()
         if agreed:
             return
-        if theirs.refusal and call.is_by(theirs):
-            what = f"rank {self.rank} does not run @{call.program}, because rank {first} does not"
+        if theirs.refusal:
+            what = f"rank {self.rank} does not run @{call.program}, because rank {first} "
+            what += "does not" if call.is_by(theirs) else f"refuses a call of @{theirs.program}"
             raise error(f"{what}: {theirs.refusal}")
         difference = describe({first: theirs, self.rank: call})
         if theirs is call:

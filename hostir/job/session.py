@@ -84,7 +84,6 @@ class Session:
         size: the number of ranks.
         device: the `torch.device` of this rank: `cpu`, or the GPU with the number in LOCAL_RANK.
         timeout: the seconds that a rank waits for other ranks before it gives up.
-        compiled: the number of fusions with the strategy `auto` that the ranks have compiled.
     """
 
     rank: int
@@ -92,7 +91,6 @@ class Session:
     store: Any
     watchdog: Watchdog
     limit = Watchdog.limit
-    compiled = 0
 
     def __init__(self, device: torch.device, timeout: float) -> None:
         self.device = device

@@ -112,9 +112,8 @@ class Ledger:
             reasons.setdefault((operator, group, strategy), {}).update(dict.fromkeys(why))
         result = Report(Ran(*name, count, tuple(reasons[name])) for name, count in counts.items())
         sessions = {group: executor.session for _, group, executor, *_ in self.by_hostir}
-        result.trials = sum(
-            len(getattr(each, "trials", ())) for each in {executor for _, _, executor, *_ in self.by_hostir}
-        )
+        trials = [getattr(each, "trials", {}) for each in {executor for _, _, executor, *_ in self.by_hostir}]
+        result.trials = sum(trial.number > 0 for each in trials for trial in each.values())
         result.symmetric_bytes = {group: it.symmetric_bytes for group, it in sessions.items() if it is not None}
         return result
 
