@@ -255,7 +255,7 @@ def main() -> None:
     lines = summaries(results)
     print(table_of(lines))
     if options.out:
-        rows = {f"{result.name} {row.name}": [row.regret, row.of_four] for result in results for row in result.rows}
+        rows = {f"{result.name}: {row.name}": round(row.regret, 3) for result in results for row in result.rows}
         write(options.out, "Regret of the choice by estimates", table_of(lines), {"results": lines, "rows": rows})
 
 
