@@ -3,12 +3,19 @@
     python -m benchmarks.regret
     python -m benchmarks.regret --rows --out benchmarks/results/regret
 
-The benchmark reads the committed results of the comparisons. It estimates every candidate of every row again with the
-present cost model, for the machine of the results. It runs nothing. Candidates that were not measured are left out. The
-time of a candidate is the time of its faster mode, eager or from a graph. *regret* is the time of the candidate with
-the lowest estimate, divided by the time of the fastest candidate. *of 4* is the regret of a choice that measures the
-four candidates with the lowest estimates and the sequential program, and takes the fastest of these. *estimates*
-compares estimates with times in a graph: the median of estimate / time, and the share of candidates within 10 %.
+The benchmark reads all committed results that hold times of candidates. It estimates every candidate of every row again
+with the present cost model, for the machine of the results. It runs nothing. Candidates that were not measured are left
+out. The time of a candidate is the time of its faster mode, eager or from a graph. The columns:
+
+- *regret* is the time of the candidate with the lowest estimate, divided by the time of the fastest candidate: the
+  geometric mean over the rows, the maximum, and the number of rows over 1.05.
+- *of 4* is the regret of a choice that measures the four candidates with the lowest estimates and the sequential
+  programs, and takes the fastest of these.
+- *recorded* is the regret of the candidate that `hi.compile` chose when the results were recorded: the geometric mean
+  and the maximum.
+- *within 10 %* is the number of candidates in a graph whose estimate differs from the time by at most 10 %. *estimate /
+  time* is the median for these candidates.
+
 Changes of the cost model are judged by this table.
 """
 
@@ -17,6 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,13 +37,13 @@ from benchmarks.harness import table, write
 from benchmarks.matmul_reduce_scatter import row_parallel
 from benchmarks.mlp import mlp
 from benchmarks.reshard import all_gather, summed
+from benchmarks.scores import MODES
 from examples import patterns
-from hostir.choice.candidates import SEQUENTIAL, candidates_of
-from hostir.choice.choices import Timing
-from hostir.choice.decision import estimated
-from hostir.choice.hardware import hardware_of
-from hostir.choice.platforms import reference
-from hostir.ir import HostIRError
+from hostir.choice.candidates import SEQUENTIAL
+from hostir.choice.cost import tasks_of
+from hostir.choice.hardware import Hardware, hardware_of
+from hostir.choice.simulation import GRAPH, estimates
+from hostir.lower import STRATEGIES, lower
 from hostir.lower.strategies import fusion_of
 
 RESULTS = Path(__file__).parent / "results"
@@ -43,6 +51,7 @@ MEASURED = 4  # number of the lowest estimates that would be measured
 NEAR = 0.1
 KERNELS = ("aten", "cublas", "triton")
 ALLOWED = 1.05  # a regret that counts as large
+OTHER_TRITON = {"d3a5b2e", "af38f7b"}  # commits with another Triton matmul than the one that the cost model describes
 Result = dict[str, Any]
 Fused = hi.Fusion | hi.Program
 
@@ -86,13 +95,15 @@ class Regret:
         name: the name of the row.
         times: microseconds of the measured candidates, in the faster mode.
         graph: microseconds of these candidates in a graph.
-        timings: the estimates of these candidates.
+        estimates: the estimated microseconds of these candidates in a graph.
+        recorded: the candidate that `hi.compile` chose when the row was recorded; empty if it was not recorded.
     """
 
     name: str
     times: Mapping[str, float]
     graph: Mapping[str, float]
-    timings: Mapping[str, Timing]
+    estimates: Mapping[str, float]
+    recorded: str = ""
 
     @property
     def best(self) -> str:
@@ -102,79 +113,131 @@ class Regret:
     @property
     def order(self) -> Sequence[str]:
         """The names of the candidates, the lowest estimate first."""
-        return sorted(self.timings, key=lambda name: self.timings[name].us)
+        return sorted(self.estimates, key=self.estimates.__getitem__)
 
     @property
     def regret(self) -> float:
         """The time of the candidate with the lowest estimate, divided by the time of the fastest candidate."""
-        return self.times[self.order[0]] / self.times[self.best]
+        return self.of(self.order[0])
 
     @property
     def of_four(self) -> float:
-        """The regret if the candidates with the lowest estimates and the sequential program were measured."""
+        """The regret if the candidates with the lowest estimates and the sequential programs were measured."""
         tried = [*self.order[:MEASURED], *(name for name in self.order if name.startswith(SEQUENTIAL))]
-        return min(self.times[name] for name in tried) / self.times[self.best]
+        return min(map(self.of, tried))
 
     @property
     def ratios(self) -> Sequence[float]:
-        """Estimate / time in a graph, for each candidate that has both."""
-        both = [(self.timings[n].graph, t) for n, t in self.graph.items() if n in self.timings]
-        return [estimate / time for estimate, time in both if estimate]
+        """Estimate / time in a graph, for each candidate that was measured in a graph."""
+        return [self.estimates[name] / time for name, time in self.graph.items()]
+
+    def of(self, candidate: str) -> float:
+        """Return the time of a candidate, divided by the time of the fastest candidate."""
+        return self.times[candidate] / self.times[self.best]
+
+    def __str__(self) -> str:
+        shown = (f"{n} {self.estimates[n]:.0f}/{self.times[n]:.0f}" for n in self.order)
+        recorded = f"; recorded {self.recorded} {self.of(self.recorded):.2f}" if self.recorded else ""
+        return f"{self.name}: {self.regret:.2f}, best {self.best}{recorded}; estimate/time: {', '.join(shown)}"
 
 
-def timings_of(row: Result, gpu: str) -> dict[str, Timing]:
-    """Return the estimate of every candidate of a row, by its name in the results."""
-    hardware = hardware_of(gpu)
-    if hardware is None:
-        raise SystemExit(f"there are no constants of {gpu}")
-    platform, by_name = reference(hardware, row["ranks"]), {}
-    several = sorted({int(name.split()[1]) for name in row["times"] if " slices " in name})
-    for slices in (1, *several):
-        try:
-            fusion = fusion_of(FUSIONS[row["kind"]](row, slices))
-            timings, _ = estimated(candidates_of(fusion, platform, KERNELS), platform, {}, "graph")
-        except HostIRError:
-            continue
-        for timing in timings:
-            each = timing.candidate
-            by_name[str(Variant(each.strategy, each.kernels, slices, each.streams))] = timing
+@dataclass(frozen=True)
+class Recorded:
+    """The rows of a file of results, with the machine on which they were recorded."""
+
+    name: str
+    hardware: Hardware
+    ranks: int
+    rows: Sequence[Regret]
+
+
+def estimates_of(row: Result, hardware: Hardware) -> dict[str, float]:
+    """Return the estimated microseconds, in a graph, of every measured candidate of a row."""
+    by_name: dict[str, float] = {}
+    several = {int(name.split()[1]) for name in row["times"] if " slices " in name}
+    for slices in sorted({1, *several}):
+        fusion = fusion_of(FUSIONS[row["kind"]](row, slices))
+        for strategy, streams in [(name, n) for name, s in STRATEGIES.items() for n in s.stream_counts]:
+            names = {kernels: str(Variant(strategy, kernels, slices, streams)) for kernels in KERNELS}
+            if measured := {kernels: name for kernels, name in names.items() if name in row["times"]}:
+                tasks = tasks_of(lower(fusion, strategy, streams), {})
+                times = {name: estimates(tasks, hardware, kernels)[GRAPH] for kernels, name in measured.items()}
+                by_name |= {name: round(time, 1) for name, time in times.items()}  # as a choice rounds them
     return by_name
 
 
-def regret_of(row: Result, gpu: str) -> Regret | None:
+def rows_of(data: Mapping[str, Any]) -> Iterator[Result]:
+    """Yield the rows of a file that hold times of candidates, in the form in which comparisons write them."""
+    environment = data.get("environment", {})
+    for row in data.get("rows") or data.get("results") or ():
+        if "shape" in row:  # benchmarks/patterns.py has other names, and nests candidates in modes
+            M, N, K = row["shape"]
+            named = {n: re.sub(r"^S=(\d+) streams=(\d+)", r"pipeline \1 slices \2 streams", n) for n in row["graph"]}
+            times = {name: {mode: row[mode].get(n) for mode in MODES} for n, name in named.items()}
+            kind = row["kind"].replace("allreduce", "all_reduce")
+            row = {"model": row["row"].split()[0], "kind": kind, "M": M, "N": N, "K": K, "times": times}
+        if not isinstance(row.get("times"), dict) or row.get("kind", "allgather") not in FUSIONS:
+            continue
+        if not all(isinstance(time, dict) for time in row["times"].values()):
+            continue
+        old = environment.get("commit") in OTHER_TRITON
+        times = {n: time for n, time in row["times"].items() if not (old and n.endswith("triton"))}
+        yield {"kind": "allgather", "dtype": "bf16", "ranks": environment.get("gpus"), **row, "times": times}
+
+
+def regret_of(row: Result, hardware: Hardware) -> Regret | None:
     """Return the times and estimates of a row; None if fewer than two candidates have both."""
-    timings = timings_of(row, gpu)
-    ours = {name: time for name, time in row["times"].items() if time["ours"] and name in timings}
-    times = {n: min(t for t in (time.get("eager"), time.get("graph")) if t) for n, time in ours.items()}
-    if len(times) < 2:
+    by_name = estimates_of(row, hardware)
+    ours = {n: t for n, t in row["times"].items() if n in by_name and any(map(t.get, MODES))}
+    if len(ours) < 2:
         return None
-    graph = {name: time["graph"] for name, time in ours.items() if time.get("graph")}
-    return Regret(f"{row['model']} M={row['M']}", times, graph, {name: timings[name] for name in times})
+    times = {n: min(t for mode in MODES if (t := time.get(mode))) for n, time in ours.items()}
+    graph = {n: time["graph"] for n, time in ours.items() if time.get("graph")}
+    chosen = row.get("compiled", {}).get("choice", "")
+    name = f"{row['kind']} {row['model']} M={row['M']}"
+    return Regret(name, times, graph, {n: by_name[n] for n in times}, chosen if chosen in times else "")
 
 
-def benchmarks() -> Iterator[tuple[str, str, list[Regret]]]:
-    """Yield the name, the GPU and the rows of each result file with candidates."""
+def recorded() -> Iterator[Recorded]:
+    """Yield each file of results that holds times of candidates, if the constants of its GPU are known."""
     for file in sorted(RESULTS.rglob("*.json")):
         data = json.loads(file.read_text())
-        rows = data.get("rows", []) if isinstance(data, dict) else []
-        gpu = data.get("environment", {}).get("gpu", "") if isinstance(data, dict) else ""
-        regrets = [regret_of(row, gpu) for row in rows if gpu and row.get("kind") in FUSIONS]
-        if complete := [each for each in regrets if each is not None]:
-            yield str(file.relative_to(RESULTS).with_suffix("")), gpu, complete
+        hardware = hardware_of(str(data.get("environment", {}).get("gpu")))
+        if hardware is None:
+            continue
+        rows = list(rows_of(data))
+        if regrets := [regret for row in rows if (regret := regret_of(row, hardware))]:
+            yield Recorded(str(file.relative_to(RESULTS).with_suffix("")), hardware, rows[0]["ranks"], regrets)
 
 
-def summary(name: str, rows: Sequence[Regret]) -> list[str]:
-    """Return the cells of a benchmark's row in the summary."""
-    regrets, four, ratios = [r.regret for r in rows], [r.of_four for r in rows], [x for r in rows for x in r.ratios]
-    near = sum(abs(math.log(x)) <= math.log(1 + NEAR) for x in ratios)
-    return [
-        name,
-        str(len(rows)),
-        *(f"{value:.2f}" for value in (geometric_mean(regrets), max(regrets))),
-        str(sum(r > ALLOWED for r in regrets)),
-        *(f"{value:.2f}" for value in (geometric_mean(four), max(four))),
-        f"{median(ratios):.2f}, {near / len(ratios):.0%}" if ratios else "-",
-    ]
+def summary(rows: Sequence[Regret]) -> dict[str, str]:
+    """Return the cells of some rows' line in the table, by the name of the column."""
+    ratios = [ratio for row in rows for ratio in row.ratios]
+    near = sum(abs(math.log(ratio)) <= math.log(1 + NEAR) for ratio in ratios)
+    cells = {"rows": str(len(rows))}
+    for name, values in (("regret", [r.regret for r in rows]), ("of 4", [r.of_four for r in rows])):
+        cells |= {name: f"{geometric_mean(values):.3f}", f"{name}, max": f"{max(values):.2f}"}
+        cells |= {f"{name}, over {ALLOWED}": str(sum(value > ALLOWED for value in values))}
+    chosen = [row.of(row.recorded) for row in rows if row.recorded]
+    cells["recorded"] = f"{geometric_mean(chosen):.3f}, {max(chosen):.2f}" if chosen else "-"
+    cells[f"within {NEAR:.0%}"] = f"{near} of {len(ratios)}, {near / len(ratios):.0%}" if ratios else "-"
+    cells["estimate / time"] = f"{median(ratios):.2f}" if ratios else "-"
+    return cells
+
+
+def summaries(results: Sequence[Recorded]) -> list[dict[str, str]]:
+    """Return the lines of the table: one for each file, and one for all files of each GPU."""
+    lines = []
+    for gpu in sorted({result.hardware.name for result in results}):
+        of_gpu = [result for result in results if result.hardware.name == gpu]
+        lines += [{"results": r.name, "GPUs": f"{r.ranks} x {gpu}", **summary(r.rows)} for r in of_gpu]
+        lines.append({"results": "all", "GPUs": gpu, **summary([row for r in of_gpu for row in r.rows])})
+    return lines
+
+
+def table_of(lines: Sequence[Mapping[str, str]]) -> str:
+    """Return the lines as a Markdown table."""
+    return table([*lines[0]], [[*line.values()] for line in lines])
 
 
 def main() -> None:
@@ -185,20 +248,15 @@ def main() -> None:
     parser.add_argument("--only", default="", help="results with this in their name")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    results = [(name, rows) for name, _, rows in benchmarks() if options.only in name]
-    lines = [summary(name, rows) for name, rows in results]
-    lines.append(summary("all", [r for _, rows in results for r in rows]))
-    headers = ["results", "rows", "regret", "max", f"over {ALLOWED}", f"of {MEASURED}", "max of 4", "estimates"]
-    text = table(headers, lines)
+    results = [result for result in recorded() if options.only in result.name]
     if options.rows:
-        for name, rows in results:
-            for r in rows:
-                shown = (f"{n} {r.timings[n].us:.0f}/{r.times[n]:.0f}" for n in r.order)
-                print(f"{name} {r.name}: {r.regret:.2f}, best {r.best}; estimate/time: {', '.join(shown)}")
-    print(text)
+        for result in results:
+            print("\n".join(f"{result.name} {row}" for row in result.rows))
+    lines = summaries(results)
+    print(table_of(lines))
     if options.out:
-        data = {n: {"regret": [r.regret for r in rows], "of_four": [r.of_four for r in rows]} for n, rows in results}
-        write(options.out, "Regret of the choice by estimates", text, {"results": data})
+        rows = {f"{result.name}: {row.name}": round(row.regret, 3) for result in results for row in result.rows}
+        write(options.out, "Regret of the choice by estimates", table_of(lines), {"results": lines, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -185,12 +185,19 @@ def hosts(data: dict[str, Any]) -> str:
     return table(["what", "hostir us", "by hand us", "ratio"], lines)
 
 
+def regrets(data: dict[str, Any]) -> str:
+    """Return the table of regrets of the choice by estimates, without the columns that only developers need."""
+    shown = ("results", "GPUs", "rows", "regret", "regret, max", "regret, over 1.05", "of 4, max", "within 10%")
+    return table([*shown], [[line[name] for name in shown] for line in data["results"]])
+
+
 TABLES: Mapping[str, Callable[[dict[str, Any]], str]] = {
     **dict.fromkeys(("allgather_matmul_2", "matmul_reduce_scatter_2", "matmul_all_reduce_2", "mlp_2"), compared),
     **dict.fromkeys(("decode_2", "reshard_2", "scaled_matmul_2", "scaled_matmul_scatter_2"), compared),
     "torch_operators_2": functions,
     "llama_block": blocks,
     "overhead": hosts,
+    "regret": regrets,
 }
 MARKED = re.compile(r"<!-- measured: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 SUMMARISED = re.compile(r"(?<=<!-- measured -->\n).*?(?=\n<!-- end -->)", re.DOTALL)

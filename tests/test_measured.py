@@ -36,10 +36,12 @@ def test_the_list_of_results_is_up_to_date(pages: Golden) -> None:
     pages("benchmarks/results/README.md", measured.overview())
 
 
-def test_the_tables_of_the_page_on_performance_show_the_results(pages: Golden) -> None:
-    page = (ROOT / "docs/performance.md").read_text()
-    assert {mark[1] for mark in MARKED.finditer(page)} == {*TABLES}
-    pages("docs/performance.md", filled(page))
+def test_the_tables_of_pages_show_the_results(pages: Golden) -> None:
+    folders = {"docs/performance.md": RESULTS / measured.MACHINE, "docs/choosing.md": RESULTS}
+    texts = {name: (ROOT / name).read_text() for name in folders}
+    assert {mark[1] for text in texts.values() for mark in MARKED.finditer(text)} == {*TABLES}
+    for name, text in texts.items():
+        pages(name, filled(text, folders[name]))
 
 
 def test_the_summary_of_the_readme_shows_the_results(pages: Golden) -> None:

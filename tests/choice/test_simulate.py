@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Mapping
 from dataclasses import replace
 from math import inf
 
@@ -11,19 +12,26 @@ import pytest
 
 import hostir as hi
 from examples import patterns
+from hostir.choice import simulation
 from hostir.choice.cost import CostCopy, CostTask, CostTransfer, Nothing, Pause, Traffic, tasks_of
 from hostir.choice.decision import decide
-from hostir.choice.hardware import H200, parse_machine
+from hostir.choice.hardware import H200, Hardware, parse_machine
 from hostir.choice.platforms import reference
 from hostir.choice.simulation import EAGER, GRAPH, SMALL_KERNEL, Costs, HostCosts, Simulation, flops
 from hostir.ir.source import HostIRError
 from hostir.kernels.matmul.estimate import block_ends, choose, duration
 from hostir.kernels.matmul.tiles import MIN_OWN_ROWS, Gemm, candidates
 from tests.choice.fusions import scattered_rows
-from tests.choice.recorded import estimates
 from tests.counting import calls_of
 
 HEAD = "hostir 1\nmesh @mesh [didx] = 0 1\nprogram @p(%a: bf16[2@didx, 1024, 4096], %b: bf16[4096, 4096]) -> (%c) "
+
+
+def estimates(
+    program: hi.Program, sizes: Mapping[str, int], hardware: Hardware, kernels: str = "aten"
+) -> Mapping[str, float]:
+    """Return the estimated microseconds of one call of a program, by mode."""
+    return simulation.estimates(tasks_of(program, sizes), hardware, kernels)
 
 
 def estimate_us(body: str, mode: str = GRAPH) -> float:
