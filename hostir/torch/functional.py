@@ -21,6 +21,7 @@ from hostir.torch.ops import all_gather_matmul as gather
 from hostir.torch.ops import collectives, linear
 from hostir.torch.ops import matmul_all_reduce as reduction
 from hostir.torch.ops import matmul_reduce_scatter as scatter
+from hostir.torch.ops.gradients import refuse_transforms
 from hostir.torch.ops.running import MACHINES
 
 _transforms = torch._C._functorch.peek_interpreter_stack
@@ -54,11 +55,7 @@ def ready(*tensors: Tensor) -> list[Tensor]:
     Raises HostIRError in a transform of torch.func, and for tensors on a device that hostir does not run on.
     """
     if not torch.compiler.is_compiling() and (_transforms() is not None or forward_ad._current_level >= 0):
-        raise error(
-            "torch.func transforms and forward-mode gradients do not go through hostir's functions",
-            user_span(),
-            expected="a call outside torch.vmap, torch.func.grad, forward_ad.dual_level and their like",
-        )
+        refuse_transforms()
     for x in tensors:
         if x.device.type not in MACHINES:
             hint = "tensors on meta have no elements; FakeTensorMode computes shapes" if x.is_meta else ""

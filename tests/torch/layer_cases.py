@@ -522,6 +522,15 @@ def transforms_and_invalid_arguments_are_refused() -> None:
                 transform(function, argument)
         with forward_ad.dual_level(), pytest.raises(hi.HostIRError, match="forward-mode"):
             function(forward_ad.make_dual(argument, argument))
+
+    def operator(x: Tensor) -> Tensor:
+        summed: Tensor = torch.ops.hostir.all_reduce(x, group())
+        return summed
+
+    with pytest.raises(hi.HostIRError, match=r"torch\.func"):
+        torch.func.grad(lambda x: operator(x).sum())(x)
+    with pytest.raises(hi.HostIRError, match="forward-mode"):
+        torch.func.jvp(operator, (x,), (x,))
     for layer, argument in layers:
         with pytest.raises(
             hi.HostIRError, match=r"layer_cases\.py:\d+.*a tensor is on meta[^$]*of: cpu, cuda"

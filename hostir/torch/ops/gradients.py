@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from hostir.ir.source import error, user_span
 from hostir.torch.ops.remembered import PLAIN
@@ -141,6 +142,8 @@ def register_gradients(name: str, formula: Gradients, library: Any, kernel: Call
         return tuple(results) if call.several else results[0]
 
     def dispatched(keys: Any, *args: Any, **options: Any) -> Any:
+        if forward_ad._current_level >= 0 or (_transforms() is not None and wants_gradients(args)):
+            refuse_transforms()
         tensors = [x for arg in args for x in (arg if isinstance(arg, list) else (arg,)) if isinstance(x, Tensor)]
         at_once = needs_autograd_only(tensors) and tensors[0].device.type in MACHINES
 
@@ -154,6 +157,15 @@ def register_gradients(name: str, formula: Gradients, library: Any, kernel: Call
 
     library.impl(short, dispatched, "Autograd", with_keyset=True)
     return record
+
+
+def refuse_transforms() -> NoReturn:
+    """Raise the HostIRError for a call in a transform of torch.func, or for a call with forward-mode gradients."""
+    raise error(
+        "torch.func transforms and forward-mode gradients do not go through hostir's functions",
+        user_span(),
+        expected="a call outside torch.vmap, torch.func.grad, forward_ad.dual_level and their like",
+    )
 
 
 def refuse_twice(name: str) -> None:
