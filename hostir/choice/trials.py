@@ -45,10 +45,11 @@ from hostir.job.links import MisalignedError, headline
 
 WARM = {"cpu": 1, "cuda": 3}  # untimed calls; on CUDA, native code or a CUDA graph issues calls from the fourth on
 ROUNDS = 5  # timed calls of each candidate in a duel
-MOST_CALLS = 64  # calls after which a trial ends with the best so far; captures and recomputations do not count
+MOST_CALLS = 64  # the most calls of a trial in which all calls have the same sizes
+LIMIT = 2 * MOST_CALLS  # calls after which a trial ends with the best so far; captures and recomputations do not count
 PATIENCE = 600.0  # seconds that ranks wait for a rank that compiles kernels of a candidate
 SHOWN_AFTER = 1.0  # seconds after which a trial shows its progress at a terminal
-LATE = f"not tried: a trial ends after {MOST_CALLS} calls"
+LATE = f"not tried: a trial ends after {LIMIT} calls"
 
 
 class Lap:
@@ -96,7 +97,7 @@ class Step(NamedTuple):
         candidate: the candidate that runs.
         scheduled: True if the call is the next one of the schedule.
         timed: True if the call is timed.
-        counted: True if the call counts toward MOST_CALLS.
+        counted: True if the call counts toward LIMIT.
     """
 
     candidate: Candidate
@@ -155,7 +156,7 @@ class Trial:
         self.waiting = list(self.estimates)[1:]  # challengers that have not been tried
         self.challenger: Candidate | None = None
         self.number = 0  # calls so far
-        self.counted = 0  # calls so far that count toward MOST_CALLS
+        self.counted = 0  # calls so far that count toward LIMIT
         self.spent = 0.0  # seconds that the losers took longer than the winners
         self.laps: list[tuple[Candidate, Mapping[str, int], Lap]] = []  # of the current duel
         self.ran: dict[Candidate, set[str]] = {}  # the sizes that each candidate has run, while it has plans
@@ -246,7 +247,7 @@ class Trial:
             self.checkpointed.append(step.candidate)
         if step.scheduled:
             self.schedule.popleft()
-        if step.counted and (not self.schedule or self.counted >= MOST_CALLS):
+        if step.counted and (not self.schedule or self.counted >= LIMIT):
             with self._together(executor):
                 self._meet(executor, inputs, out)
         return executor, outputs
@@ -305,7 +306,7 @@ class Trial:
         if self.challenger is not None and not self.schedule:
             self._end_duel(self.challenger)
             self.challenger = None
-        if self.counted >= MOST_CALLS:
+        if self.counted >= LIMIT:
             self.progress.refused |= dict.fromkeys(filter(None, (self.challenger, *self.waiting)), LATE)
             return self._finish()
         self._drop_losers()

@@ -496,14 +496,26 @@ def times_of_zero_and_calls_without_rows_are_no_error() -> None:
 def the_first_call_with_new_sizes_runs_the_best_candidate_so_far() -> None:
     with times({"ring": 100.0}):
         executor = hi.compile(rows(name="new_sizes"), tune=2)
+        for m in range(192, 192 + 24, 2):
+            best = executor.choice.choice({"M": 256}).strategy
+            call(executor, m)
+            assert CALLED[-1] == best
+            call(executor, m)
         for number in range(64):
-            best = executor.choice.choice({"M": 64}).strategy
-            call(executor, m=48 + 2 * (number // 2) if number < 48 else 64)
-            if number < 48 and number % 2 == 0:
-                assert CALLED[-1] == best
-        call(executor)
+            call(executor, 192 + 2 * (number % 12))
+        assert taken(executor, 256) == ("ring", "measured")
+
+
+@case
+def a_trial_in_which_all_calls_have_new_sizes_ends() -> None:
+    with times({"ring": 100.0}):
+        executor = hi.compile(rows(name="endless"), tune=2)
+        for number in range(129):
+            call(executor, 1600 + 2 * number)
         assert not executor.trials  # type: ignore[attr-defined]
-        taken(executor)
+        assert taken(executor, 1600)[1] == "estimated"
+        reasons = [it.reason for it in executor.choice.choice({"M": 2048}).impossible]
+        assert "not tried: a trial ends after 128 calls" in reasons
 
 
 @case
