@@ -10,7 +10,7 @@ gives up its memory, so at most two candidates hold memory at a time.
 
 Some calls are not timed. The first call with new sizes runs the best candidate so far, because the caller may capture
 the next call with these sizes into a CUDA graph. The first call of a candidate with new sizes makes a plan. Captures,
-recomputations and sizes that do not fit the candidate are no trials either.
+recomputations and sizes that do not fit all candidates are no trials either.
 
 All ranks must run the same candidate in the same call. In every call of a trial, the rank that comes first writes to
 the store which candidate runs, and the other ranks follow it. So the ranks agree even if one of them captures a CUDA
@@ -263,10 +263,10 @@ class Trial:
         if self.progress.done or capturing:
             return Step(kept)
         candidate, timed = self.schedule[0]
+        if not all(self.ranges.fits(rival, sizes) for rival in self.estimates):
+            return Step(kept, counted=True)
         if key(sizes) not in self.ran.get(kept, ()):
             return Step(kept, scheduled=(candidate, timed) == (kept, False), counted=True)
-        if not self.ranges.fits(candidate, sizes):
-            return Step(kept, counted=True)
         if timed and key(sizes) not in self.ran.get(candidate, ()):
             return Step(candidate, counted=True)
         return Step(candidate, scheduled=True, timed=timed, counted=True)
@@ -373,10 +373,14 @@ class Trial:
         """Make the plan of a candidate on all ranks. Return the reason if a rank cannot, else an empty text."""
         problem = ""
         self.ran[candidate] = set()
+        best = self.execute(self.progress.best)
+        held = bool(best.plans)
         try:
             executor = self.execute(candidate)
             if isinstance(executor, RankExecutor):
                 executor.prepare(inputs, out)
+            if held and not best.plans:  # each call would release the memory of the other candidate
+                problem = f"HOSTIR_SYMMETRIC_LIMIT has no room for it beside '{self.progress.best}'"
         except MisalignedError:
             raise
         except Exception as refusal:  # any failure, for example of a compiler: the other ranks wait for the reason
@@ -386,6 +390,8 @@ class Trial:
         problem = next(filter(None, self._exchange(problem)), "")
         if problem:
             self._drop_losers()
+            if isinstance(best, RankExecutor):
+                best.prepare(inputs, out)
         return problem
 
     def _drop_losers(self) -> None:

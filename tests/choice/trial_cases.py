@@ -402,8 +402,9 @@ def a_failure_that_one_rank_has_while_it_plans_is_a_reason() -> None:
     honest = RankExecutor.prepare
 
     def without_memory(self: RankExecutor, inputs: Sequence[Any], out: Any) -> None:
+        known = bool(self.plans)
         honest(self, inputs, out)
-        if RANK == 1:
+        if RANK == 1 and not known:
             raise torch.OutOfMemoryError("no memory left")
 
     with times({"ring": 100.0}), mock.patch.object(RankExecutor, "prepare", without_memory):
@@ -516,6 +517,24 @@ def a_trial_in_which_all_calls_have_new_sizes_ends() -> None:
         assert taken(executor, 1600)[1] == "estimated"
         reasons = [it.reason for it in executor.choice.choice({"M": 2048}).impossible]
         assert "not tried: a trial ends after 128 calls" in reasons
+
+
+@case
+def candidates_for_which_the_limit_has_no_room_beside_the_best_are_left_out() -> None:
+    with times({"ring": 100.0}), hi.knobs.scope(symmetric_limit=10_000):
+        executor = hi.compile(rows(name="no_room"), tune=2)
+        assert executor.session is not None
+        for _ in range(64):
+            call(executor)
+        best, source = taken(executor)
+        reasons = [it.reason for it in executor.choice.choice({"M": 64}).impossible if it.candidate.strategy != best]
+        assert source == "measured"
+        assert sum("has no room for it beside" in reason for reason in reasons) == 2, reasons
+        memory = executor.session.groups.memory
+        assert memory is not None
+        meetings = memory.meetings
+        call(executor)
+        assert memory.meetings == meetings
 
 
 @case
