@@ -76,6 +76,12 @@ class RangedExecutor(Executor):
         return self.ranges if self.ranges.free else self.ranges.choice(self.ranges.fixed)
 
     @property
+    def called(self) -> tuple[Choice, ...]:
+        """The choices for the ranges of sizes that calls have had so far."""
+        names = self._settled | self.trials.keys()
+        return tuple(choice for name, choice in self.ranges.choices.items() if name in names)
+
+    @property
     def settled(self) -> Executor | None:
         """The executor that all later calls with the sizes of the latest call run; None while candidates are tried."""
         extents, executor = self._latest
