@@ -256,8 +256,8 @@ TUNE: Knob[float] = Knob(
     "a number of seconds; 0 for no trials",
     _budget,
     "Seconds that trials may add to the calls of a fusion, for each range of sizes. The strategy `auto` tries the best "
-    "candidates in the first calls, at most 64, and keeps the fastest. 0: it takes the candidate that was measured "
-    "before, or the one with the shortest estimate.",
+    "candidates in the first calls, and keeps the fastest. 0: it takes the candidate that was measured before, or the "
+    "one with the shortest estimate.",
 )
 
 KNOBS: tuple[Knob[Path | None] | Knob[int] | Knob[int | None] | Knob[float] | Knob[str] | Knob[bool], ...] = (

@@ -109,7 +109,7 @@ class Choice:
             the caller named its strategy. `fallback`: the program communicates, but only the sequential strategy is
             possible.
         machine: a description of the machine for which the times are valid.
-        timings: the times of the candidates, the fastest first.
+        timings: the times of the candidates, the fastest first; in a trial only those that were measured so far.
         impossible: the candidates that could not be chosen, with the reasons.
         notes: further remarks, such as communications that cannot be overlapped.
     """
@@ -146,10 +146,16 @@ class Choice:
                 strategies.setdefault(impossible.reason, {})[impossible.candidate.strategy] = None
         return tuple(f"{_with_verb(list(names))} not possible here: {reason}" for reason, names in strategies.items())
 
+    @property
+    def status(self) -> str:
+        """The field `source` for a text in parentheses, such as `being measured: 3 of 5`."""
+        return self.source.replace(" (", ": ").replace(")", "")
+
     def __str__(self) -> str:
         times = {timing.candidate: timing.us for timing in self.timings}
         time = f" {times[self.taken]:.0f} us" if self.taken in times else ""
-        return f"@{self.fusion} runs '{self.taken}' ({self.source}{time}) on {self.machine}"
+        time = f",{time} so far" if time and self.source.startswith(BEING_MEASURED) else time
+        return f"@{self.fusion} runs '{self.taken}' ({self.status}{time}) on {self.machine}"
 
     def to_json(self) -> dict[str, Any]:
         """Return the choice as a JSON object, for tools and for the other ranks."""

@@ -76,6 +76,12 @@ class RangedExecutor(Executor):
         return self.ranges if self.ranges.free else self.ranges.choice(self.ranges.fixed)
 
     @property
+    def called(self) -> tuple[Choice, ...]:
+        """The choices for the ranges of sizes that calls have had so far."""
+        names = self._settled | self.trials.keys()
+        return tuple(choice for name, choice in self.ranges.choices.items() if name in names)
+
+    @property
     def settled(self) -> Executor | None:
         """The executor that all later calls with the sizes of the latest call run; None while candidates are tried."""
         extents, executor = self._latest
@@ -93,6 +99,9 @@ class RangedExecutor(Executor):
 
     @untraced
     def __call__(self, *inputs: Any, out: Any = None) -> tuple[Any, ...]:
+        extents, executor = self._latest  # in one read: other threads may call, too
+        if extents is not None and (not extents or extents == self._extents(inputs)):
+            return executor(*inputs, out=out)
         suitable = self._for(inputs)
         if not isinstance(suitable, TriedCall):
             return suitable(*inputs, out=out)
@@ -145,13 +154,17 @@ class RangedExecutor(Executor):
         for trial in self.trials.values():
             trial.restart()
 
+    def _extents(self, inputs: Sequence[Any]) -> list[int] | None:
+        """Return the extents of a call at `_axes`. Return None for lists of parts, and for inputs of a wrong type."""
+        try:
+            return [inputs[i].shape[k] for i, k in self._axes]
+        except (AttributeError, IndexError, TypeError):
+            return None
+
     def _for(self, inputs: Sequence[Any]) -> Executor | TriedCall:
         """Return the executor for a call with these inputs, or the trial to which the call belongs."""
-        latest, executor = self._latest  # in one read: other threads may call, too
-        try:
-            extents = [inputs[i].shape[k] for i, k in self._axes]
-        except (AttributeError, IndexError, TypeError):  # lists of parts, or inputs that every executor refuses
-            extents = None
+        latest, executor = self._latest
+        extents = self._extents(inputs)
         if extents is not None and extents == latest:
             return executor
         suitable = self._suitable(inputs, executor)

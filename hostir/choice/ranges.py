@@ -173,7 +173,7 @@ class Ranges:
             choice,
             taken=progress.best,
             source=source,
-            timings=tuple(sorted(timings, key=lambda timing: timing.us)) or choice.timings,
+            timings=tuple(sorted(timings, key=lambda timing: timing.us)) or (choice.timings if progress.done else ()),
             impossible=(*choice.impossible, *refused),
         )
 
@@ -256,7 +256,7 @@ class Ranges:
         if len(self.free) > 1:
             return f"@{self.fusion} runs on {machine} as is chosen for the {', '.join(self.free)} of each call"
         (name,) = self.free
-        lines = [f"  {name} {row}: '{row.choice.taken}' ({row.choice.source})" for row in self.ranges]
+        lines = [f"  {name} {row}: '{row.choice.taken}' ({row.choice.status})" for row in self.ranges]
         return "\n".join([f"@{self.fusion} runs on {machine}, by the {name} of each call:", *lines])
 
     def to_json(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ gives up its memory, so at most two candidates hold memory at a time.
 
 Some calls are not timed. The first call with new sizes runs the best candidate so far, because the caller may capture
 the next call with these sizes into a CUDA graph. The first call of a candidate with new sizes makes a plan. Captures,
-recomputations and sizes that do not fit the candidate are no trials either.
+recomputations and sizes that do not fit all candidates are no trials either.
 
 All ranks must run the same candidate in the same call. In every call of a trial, the rank that comes first writes to
 the store which candidate runs, and the other ranks follow it. So the ranks agree even if one of them captures a CUDA
@@ -45,10 +45,11 @@ from hostir.job.links import MisalignedError, headline
 
 WARM = {"cpu": 1, "cuda": 3}  # untimed calls; on CUDA, native code or a CUDA graph issues calls from the fourth on
 ROUNDS = 5  # timed calls of each candidate in a duel
-MOST_CALLS = 64  # calls after which a trial ends with the best so far; captures and recomputations do not count
+MOST_CALLS = 64  # the most calls of a trial in which all calls have the same sizes
+LIMIT = 2 * MOST_CALLS  # calls after which a trial ends with the best so far; captures and recomputations do not count
 PATIENCE = 600.0  # seconds that ranks wait for a rank that compiles kernels of a candidate
 SHOWN_AFTER = 1.0  # seconds after which a trial shows its progress at a terminal
-LATE = f"not tried: a trial ends after {MOST_CALLS} calls"
+LATE = f"not tried: a trial ends after {LIMIT} calls"
 
 
 class Lap:
@@ -96,7 +97,7 @@ class Step(NamedTuple):
         candidate: the candidate that runs.
         scheduled: True if the call is the next one of the schedule.
         timed: True if the call is timed.
-        counted: True if the call counts toward MOST_CALLS.
+        counted: True if the call counts toward LIMIT.
     """
 
     candidate: Candidate
@@ -155,7 +156,7 @@ class Trial:
         self.waiting = list(self.estimates)[1:]  # challengers that have not been tried
         self.challenger: Candidate | None = None
         self.number = 0  # calls so far
-        self.counted = 0  # calls so far that count toward MOST_CALLS
+        self.counted = 0  # calls so far that count toward LIMIT
         self.spent = 0.0  # seconds that the losers took longer than the winners
         self.laps: list[tuple[Candidate, Mapping[str, int], Lap]] = []  # of the current duel
         self.ran: dict[Candidate, set[str]] = {}  # the sizes that each candidate has run, while it has plans
@@ -246,7 +247,7 @@ class Trial:
             self.checkpointed.append(step.candidate)
         if step.scheduled:
             self.schedule.popleft()
-        if step.counted and (not self.schedule or self.counted >= MOST_CALLS):
+        if step.counted and (not self.schedule or self.counted >= LIMIT):
             with self._together(executor):
                 self._meet(executor, inputs, out)
         return executor, outputs
@@ -262,10 +263,10 @@ class Trial:
         if self.progress.done or capturing:
             return Step(kept)
         candidate, timed = self.schedule[0]
+        if not all(self.ranges.fits(rival, sizes) for rival in self.estimates):
+            return Step(kept, counted=True)
         if key(sizes) not in self.ran.get(kept, ()):
             return Step(kept, scheduled=(candidate, timed) == (kept, False), counted=True)
-        if not self.ranges.fits(candidate, sizes):
-            return Step(kept, counted=True)
         if timed and key(sizes) not in self.ran.get(candidate, ()):
             return Step(candidate, counted=True)
         return Step(candidate, scheduled=True, timed=timed, counted=True)
@@ -305,7 +306,7 @@ class Trial:
         if self.challenger is not None and not self.schedule:
             self._end_duel(self.challenger)
             self.challenger = None
-        if self.counted >= MOST_CALLS:
+        if self.counted >= LIMIT:
             self.progress.refused |= dict.fromkeys(filter(None, (self.challenger, *self.waiting)), LATE)
             return self._finish()
         self._drop_losers()
@@ -372,10 +373,14 @@ class Trial:
         """Make the plan of a candidate on all ranks. Return the reason if a rank cannot, else an empty text."""
         problem = ""
         self.ran[candidate] = set()
+        best = self.execute(self.progress.best)
+        held = bool(best.plans)
         try:
             executor = self.execute(candidate)
             if isinstance(executor, RankExecutor):
                 executor.prepare(inputs, out)
+            if held and not best.plans:  # each call would release the memory of the other candidate
+                problem = f"HOSTIR_SYMMETRIC_LIMIT has no room for it beside '{self.progress.best}'"
         except MisalignedError:
             raise
         except Exception as refusal:  # any failure, for example of a compiler: the other ranks wait for the reason
@@ -385,6 +390,8 @@ class Trial:
         problem = next(filter(None, self._exchange(problem)), "")
         if problem:
             self._drop_losers()
+            if isinstance(best, RankExecutor):
+                best.prepare(inputs, out)
         return problem
 
     def _drop_losers(self) -> None:

@@ -6,15 +6,17 @@ The report says how often each operator was called, which strategies ran, and wh
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from hostir.call.executor import Executor
-from hostir.choice import Candidate, Choice, Timing
+from hostir.choice import Candidate, Choice
 from hostir.choice.choices import ESTIMATED
 from hostir.choice.overlaps import overlap_clauses
 from hostir.ir.source import amount, counted
+
+TRIED = "ran only in a trial"  # the reason of a candidate that was not chosen
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,10 @@ class Ledger:
         for (operator, group, strategy, why), count in rows:
             counts[operator, group, strategy] += count
             reasons.setdefault((operator, group, strategy), {}).update(dict.fromkeys(why))
-        result = Report(Ran(*name, count, tuple(reasons[name])) for name, count in counts.items())
+        operators = list(dict.fromkeys((op, group) for op, group, _ in counts))
+        # The losers of trials come after the candidate that was chosen.
+        order = sorted(counts, key=lambda row: (operators.index(row[:2]), not _is_chosen(reasons[row])))
+        result = Report(Ran(*name, counts[name], tuple(reasons[name])) for name in order)
         sessions = {group: executor.session for _, group, executor, *_ in self.by_hostir}
         trials = [getattr(each, "trials", {}) for each in {executor for _, _, executor, *_ in self.by_hostir}]
         result.trials = sum(trial.number > 0 for each in trials for trial in each.values())
@@ -146,26 +151,29 @@ def explained(executor: Executor, ran: Executor, started: bool) -> tuple[str, tu
         ran: the executor of the candidate that ran.
         started: True if the call was started asynchronously.
     """
-    choice, call = executor.choice, ran.latest
+    call = ran.latest
     overlapping = () if call is None else overlap_clauses(call.plan.unrolled)
     if started and ran.machine == "cuda":  # on other machines a call has ended when `start` returns
         overlapping = (*overlapping, "it was started beside the computations that its operator issued next")
-    choices = [choice] if isinstance(choice, Choice) else list(choice.choices.values())
+    choices: Sequence[Choice] = getattr(executor, "called", None) or [executor.choice]
     executors: Mapping[Candidate, Executor] = getattr(executor, "executors", {})
     candidate = next((c for c, each in executors.items() if each is ran), choices[0].taken)
     reasons = [c for c in choices if c.taken == candidate]
-    why = [clause for c in reasons for clause in (f"{c.source} on {c.machine}", *overlapping, *c.notes)]
+    if not reasons:
+        return str(candidate), (TRIED,)
+    why = [clause for c in reasons for clause in (f"{c.source} on {c.machine}{_times(c)}", *overlapping, *c.notes)]
+    if started and reasons[0].source == ESTIMATED and getattr(executor, "trials", None):
+        why.append("not tried: calls that run beside other computations are not timed")
     why += [f"not {it.candidate}: {it.reason}" for c in reasons for it in c.impossible]
-    why += [f"not {it.candidate}: {_slower(it, c)}" for c in reasons for it in c.timings if it.candidate != candidate]
-    if not reasons:  # it ran only in a trial
-        lost = [(c, it) for c in choices for it in c.timings if it.candidate == candidate]
-        why += [f"tried: {_slower(it, c)}" for c, it in lost] or ["being tried"]
-        why += overlapping
     return str(candidate), tuple(dict.fromkeys(why))
 
 
-def _slower(timing: Timing, choice: Choice) -> str:
-    """Return a clause that compares the time of a candidate with the time of the candidate that was chosen."""
-    best = next((it.us for it in choice.timings if it.candidate == choice.taken), None)
-    how = "estimated" if choice.source == ESTIMATED else "measured"
-    return f"{how} {timing.us:.0f} us" + (f", '{choice.taken}' {best:.0f} us" if best is not None else "")
+def _times(choice: Choice) -> str:
+    """Return the times of the candidates of a choice, the fastest first, after a colon; empty if there are none."""
+    times = ", ".join(f"'{timing.candidate}' {timing.us:.0f} us" for timing in choice.timings)
+    return f": {times}" if times else ""
+
+
+def _is_chosen(why: Iterable[str]) -> bool:
+    """Return True if these are the reasons for a candidate that was chosen, and did not only run in a trial."""
+    return TRIED not in why

@@ -402,8 +402,9 @@ def a_failure_that_one_rank_has_while_it_plans_is_a_reason() -> None:
     honest = RankExecutor.prepare
 
     def without_memory(self: RankExecutor, inputs: Sequence[Any], out: Any) -> None:
+        known = bool(self.plans)
         honest(self, inputs, out)
-        if RANK == 1:
+        if RANK == 1 and not known:
             raise torch.OutOfMemoryError("no memory left")
 
     with times({"ring": 100.0}), mock.patch.object(RankExecutor, "prepare", without_memory):
@@ -496,14 +497,44 @@ def times_of_zero_and_calls_without_rows_are_no_error() -> None:
 def the_first_call_with_new_sizes_runs_the_best_candidate_so_far() -> None:
     with times({"ring": 100.0}):
         executor = hi.compile(rows(name="new_sizes"), tune=2)
+        for m in range(192, 192 + 24, 2):
+            best = executor.choice.choice({"M": 256}).strategy
+            call(executor, m)
+            assert CALLED[-1] == best
+            call(executor, m)
         for number in range(64):
-            best = executor.choice.choice({"M": 64}).strategy
-            call(executor, m=48 + 2 * (number // 2) if number < 48 else 64)
-            if number < 48 and number % 2 == 0:
-                assert CALLED[-1] == best
-        call(executor)
+            call(executor, 192 + 2 * (number % 12))
+        assert taken(executor, 256) == ("ring", "measured")
+
+
+@case
+def a_trial_in_which_all_calls_have_new_sizes_ends() -> None:
+    with times({"ring": 100.0}):
+        executor = hi.compile(rows(name="endless"), tune=2)
+        for number in range(129):
+            call(executor, 1600 + 2 * number)
         assert not executor.trials  # type: ignore[attr-defined]
-        taken(executor)
+        assert taken(executor, 1600)[1] == "estimated"
+        reasons = [it.reason for it in executor.choice.choice({"M": 2048}).impossible]
+        assert "not tried: a trial ends after 128 calls" in reasons
+
+
+@case
+def candidates_for_which_the_limit_has_no_room_beside_the_best_are_left_out() -> None:
+    with times({"ring": 100.0}), hi.knobs.scope(symmetric_limit=10_000):
+        executor = hi.compile(rows(name="no_room"), tune=2)
+        assert executor.session is not None
+        for _ in range(64):
+            call(executor)
+        best, source = taken(executor)
+        reasons = [it.reason for it in executor.choice.choice({"M": 64}).impossible if it.candidate.strategy != best]
+        assert source == "measured"
+        assert sum("has no room for it beside" in reason for reason in reasons) == 2, reasons
+        memory = executor.session.groups.memory
+        assert memory is not None
+        meetings = memory.meetings
+        call(executor)
+        assert memory.meetings == meetings
 
 
 @case
@@ -601,7 +632,9 @@ def a_recomputation_runs_the_program_of_its_forward_pass() -> None:
             repeated += CALLED[:1]
             assert repeated == forward, (step, repeated, forward)
         (row,) = [
-            row for row in hostir.torch.report() if row.strategy.startswith("ring") and "all_gather_matmul" in row.operator
+            row
+            for row in hostir.torch.report()
+            if row.strategy.startswith("ring") and "all_gather_matmul" in row.operator
         ]
         assert row.why[0].startswith("measured on "), row
         for name, executor in group_named(group).compiled.items():
