@@ -90,7 +90,7 @@ def is_capturing(device: str) -> bool:
     return device == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-class Step(NamedTuple):
+class TrialStep(NamedTuple):
     """The part of one call in a trial, on which the ranks agree.
 
     Fields:
@@ -106,9 +106,9 @@ class Step(NamedTuple):
     counted: bool = False
 
     @staticmethod
-    def of(text: str) -> Step:
+    def of(text: str) -> TrialStep:
         candidate, *flags = json.loads(text)
-        return Step(Candidate(*candidate), *flags)
+        return TrialStep(Candidate(*candidate), *flags)
 
     def __str__(self) -> str:
         return json.dumps([astuple(self.candidate), *self[1:]])
@@ -252,24 +252,24 @@ class Trial:
                 self._meet(executor, inputs, out)
         return executor, outputs
 
-    def _step(self, sizes: Mapping[str, int], repeats: bool, capturing: bool) -> Step:
+    def _step(self, sizes: Mapping[str, int], repeats: bool, capturing: bool) -> TrialStep:
         """Return the part of a call with these sizes in the trial, as this rank proposes it.
 
         `repeats` is True if the call recomputes a call, and `capturing` is True if it is captured in a CUDA graph.
         """
         kept = self._kept(sizes)
         if repeats:
-            return Step(self.checkpointed.repeated() or kept)
+            return TrialStep(self.checkpointed.repeated() or kept)
         if self.progress.done or capturing:
-            return Step(kept)
+            return TrialStep(kept)
         candidate, timed = self.schedule[0]
         if not all(self.ranges.fits(rival, sizes) for rival in self.estimates):
-            return Step(kept, counted=True)
+            return TrialStep(kept, counted=True)
         if key(sizes) not in self.ran.get(kept, ()):
-            return Step(kept, scheduled=(candidate, timed) == (kept, False), counted=True)
+            return TrialStep(kept, scheduled=(candidate, timed) == (kept, False), counted=True)
         if timed and key(sizes) not in self.ran.get(candidate, ()):
-            return Step(candidate, counted=True)
-        return Step(candidate, scheduled=True, timed=timed, counted=True)
+            return TrialStep(candidate, counted=True)
+        return TrialStep(candidate, scheduled=True, timed=timed, counted=True)
 
     def _kept(self, sizes: Mapping[str, int]) -> Candidate:
         """Return the candidate for a call that cannot be timed: the best so far, or `captured` before the first duel.
@@ -279,7 +279,7 @@ class Trial:
         kept = self.progress.best if self.met else self.captured
         return kept if self.ranges.fits(kept, sizes) else self.ranges.candidate(sizes)
 
-    def _first(self, mine: Step) -> Step:
+    def _first(self, mine: TrialStep) -> TrialStep:
         """Return the step that the rank that comes first proposes for this call. All ranks follow it.
 
         `mine` is the proposal of this rank.
@@ -288,7 +288,7 @@ class Trial:
             return mine
         with self.session.asking(f"call {self.number} of the trial of {self.name}"):
             place = f"trial of {self.name}/{self.number}"
-            return Step.of(self.session.store.compare_set(place, "", str(mine)).decode())
+            return TrialStep.of(self.session.store.compare_set(place, "", str(mine)).decode())
 
     def _exchange(self, mine: object) -> list[Any]:
         """Send data to all ranks, and return the data of all ranks."""
