@@ -508,6 +508,39 @@ def the_first_call_with_new_sizes_runs_the_best_candidate_so_far() -> None:
 
 
 @case
+def a_capture_after_one_call_finds_the_plan_of_its_sizes() -> None:
+    capturing = False
+
+    def captured(self: Ranges, sizes: Mapping[str, int]) -> Candidate:
+        return next(c for c in self.decider.measurable.programs if c.strategy == "sequential")
+
+    honest = RankExecutor._make
+
+    def outside_captures(self: RankExecutor, *arguments: Any) -> Any:
+        assert not capturing, self.program.name
+        return honest(self, *arguments)
+
+    with (
+        times({"ring": 100.0}),
+        mock.patch.object(trials, "is_capturing", lambda device: capturing),
+        mock.patch.object(Ranges, "captured", captured),
+        mock.patch.object(RankExecutor, "_make", outside_captures),
+    ):
+        executor = hi.compile(rows(name="captured_sizes"), tune=2)
+        strategies = []
+        for number in range(60):
+            for _ in range(1 + number // 20):
+                call(executor, 192 + 2 * number)
+            capturing = True  # noqa: F841, read by the functions above
+            call(executor, 192 + 2 * number)
+            capturing = False
+            strategies.append(CALLED[-1])
+        assert strategies[0] == "sequential"
+        assert strategies[-1] == "ring"
+        taken(executor, 256)
+
+
+@case
 def a_trial_in_which_all_calls_have_new_sizes_ends() -> None:
     with times({"ring": 100.0}):
         executor = hi.compile(rows(name="endless"), tune=2)
