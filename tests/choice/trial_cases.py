@@ -511,6 +511,9 @@ def the_first_call_with_new_sizes_runs_the_best_candidate_so_far() -> None:
 def a_capture_after_one_call_finds_the_plan_of_its_sizes() -> None:
     capturing = False
 
+    def is_capturing(device: str) -> bool:
+        return capturing
+
     def captured(self: Ranges, sizes: Mapping[str, int]) -> Candidate:
         return next(c for c in self.decider.measurable.programs if c.strategy == "sequential")
 
@@ -522,7 +525,7 @@ def a_capture_after_one_call_finds_the_plan_of_its_sizes() -> None:
 
     with (
         times({"ring": 100.0}),
-        mock.patch.object(trials, "is_capturing", lambda device: capturing),
+        mock.patch.object(trials, "is_capturing", is_capturing),
         mock.patch.object(Ranges, "captured", captured),
         mock.patch.object(RankExecutor, "_make", outside_captures),
     ):
@@ -531,7 +534,7 @@ def a_capture_after_one_call_finds_the_plan_of_its_sizes() -> None:
         for number in range(60):
             for _ in range(1 + number // 20):
                 call(executor, 192 + 2 * number)
-            capturing = True  # noqa: F841, read by the functions above
+            capturing = True
             call(executor, 192 + 2 * number)
             capturing = False
             strategies.append(CALLED[-1])
