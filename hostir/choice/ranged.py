@@ -152,7 +152,8 @@ class RangedExecutor(Executor):
     def _renew(self) -> None:
         """Restart the trials that have not ended. The executors of the candidates drop their plans themselves."""
         for trial in self.trials.values():
-            trial.restart()
+            if not trial.progress.done:
+                trial.restart()
 
     def _extents(self, inputs: Sequence[Any]) -> list[int] | None:
         """Return the extents of a call at `_axes`. Return None for lists of parts, and for inputs of a wrong type."""

@@ -679,6 +679,39 @@ def a_recomputation_runs_the_program_of_its_forward_pass() -> None:
 
 
 @case
+def recomputations_do_not_shorten_a_trial_and_may_run_the_candidate_for_captures() -> None:
+    group = dist.group.WORLD.group_name  # type: ignore[union-attr]
+
+    def captured(self: Ranges, sizes: Mapping[str, int]) -> Candidate:
+        return next(c for c in self.decider.measurable.programs if c.strategy == "push")
+
+    def without_push(self: Ranges, sizes: Mapping[str, int], honest: Any = Ranges.rivals) -> Any:
+        return tuple(timing for timing in honest(self, sizes) if timing.candidate.strategy != "push")
+
+    with (
+        times({"ring": 100.0}),
+        hostir.torch.install(tune=2),
+        mock.patch.object(Ranges, "captured", captured),
+        mock.patch.object(Ranges, "rivals", without_push),
+        mock.patch.dict(trials.WARM, cpu=16),
+    ):
+        weight = torch.randn(8, 20, requires_grad=True)
+
+        def layer(x: torch.Tensor) -> torch.Tensor:
+            return torch.relu(hostir.torch.all_gather_matmul(x, weight, group))
+
+        tried = []
+        for _ in range(70):
+            CALLED.clear()
+            y = checkpoint(layer, torch.randn(16, 8, requires_grad=True), use_reentrant=False)
+            y.sum().backward()
+            assert CALLED[0] == CALLED[1]
+            tried.append(CALLED[0])
+        assert list(dict.fromkeys(tried)) == ["push", "fused", "ring", "sequential"], tried
+        assert tried[-1] == "ring"
+
+
+@case
 def compiled_and_eager_layers_are_tried_and_give_the_same_gradients() -> None:
     group = dist.group.WORLD.group_name  # type: ignore[union-attr]
     with times({"fused": 100.0}), hostir.torch.install(tune=2):
