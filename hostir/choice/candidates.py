@@ -11,8 +11,9 @@ from hostir.choice.platforms import CUDA, Platform
 from hostir.ir.op import Statement
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, Span
-from hostir.lower import STRATEGIES, lower
+from hostir.lower import STRATEGIES
 from hostir.lower.pipeline import NOT_OVERLAPPED
+from hostir.lower.strategies import lower_unproved, proved
 
 SEQUENTIAL = "sequential"
 NOTHING_TO_OVERLAP = "no communication to overlap"
@@ -66,7 +67,10 @@ def candidates_of(
         elif uses_peers(program) and platform.refuses and not (for_testing and platform.runs_all):
             impossible.append(Impossible(candidate, platform.refuses, warn=True))
         else:
-            programs[candidate] = program
+            try:
+                programs[candidate] = proved(program)
+            except HostIRError as wrong:
+                impossible.append(Impossible(candidate, wrong.diagnostics[0].message))
     return Candidates(programs, tuple(_one_a_reason(impossible)), _never_overlapped(programs))
 
 
@@ -99,11 +103,11 @@ def _clause(s: Statement, reason: str) -> str:
 def _lowered(
     fusion: Program, platform: Platform, kernels: str | Sequence[str]
 ) -> Iterator[tuple[Candidate, Program | HostIRError]]:
-    """Yield each candidate with its program, or with the error that its strategy raises."""
+    """Yield each candidate with its program, which is not proved yet, or with the error that its strategy raises."""
     for strategy, streams in [(name, n) for name, s in STRATEGIES.items() for n in s.stream_counts]:
         program: Program | HostIRError
         try:
-            program = lower(fusion, strategy, streams)
+            program = lower_unproved(fusion, strategy, streams)
         except HostIRError as refusal:
             program = refusal
         if isinstance(program, Program):

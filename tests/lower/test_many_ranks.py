@@ -13,7 +13,7 @@ from hostir.check.one_rank.alike import alike
 from hostir.check.proof import analyse
 from tests.counting import calls_of
 
-FEW, MANY = 40, 320
+FEW, MANY = 24, 192
 
 
 def lowering(pattern: str, strategy: str, ranks: int) -> int:
