@@ -40,7 +40,6 @@ from hostir.job.guest import session_of
 from hostir.job.links import AlikeError, MisalignedError, headline
 from hostir.job.offers import KindOfSizes
 from hostir.job.session import Session, forked_from
-from hostir.job.symmetric import shares_memory
 from hostir.job.watchdog import LAST_WORDS
 from hostir.kernels.table import kernel_table
 from hostir.knobs import PROFILE
@@ -81,7 +80,7 @@ class RankExecutor(Executor):
         self.bound: OrderedDict[tuple[Any, ...], BoundCall] = OrderedDict()  # the most recently used last
         self._graphs: Graphs | None = None
         self._order: CallOrder | None = None  # orders the calls of this executor on different streams
-        self._communicates = bool(teams_of(program) or message_teams_of(program)) or shares_memory(program)
+        self._communicates = bool(teams_of(program) or message_teams_of(program)) or program.shares_memory
         self._side: SideStreams | None = None
         self._captured: set[Plan] = set()  # kept alive: graphs that the caller captured use the plans' memory
         self._ended = ""  # the reason why this executor refuses calls; empty while it accepts them

@@ -176,6 +176,7 @@ class _Checker:
     def typed(self, s: Statement) -> Iterator[Diagnostic]:
         try:
             s.verify()
+            s.verify_team(self.program.ranks)
             if self.explicit:
                 s.verify_layout()
             expected = s.infer() if self.explicit else None

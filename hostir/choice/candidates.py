@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from hostir.choice.choices import Candidate, Impossible
-from hostir.choice.platforms import CUDA, Platform
+from hostir.choice.platforms import CUDA, GLOO, Platform
+from hostir.ir.comm_ops import Collective
 from hostir.ir.op import Statement
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, Span
 from hostir.lower import STRATEGIES, lower
 from hostir.lower.pipeline import NOT_OVERLAPPED
+from hostir.lower.strategies import BY
 
 SEQUENTIAL = "sequential"
 NOTHING_TO_OVERLAP = "no communication to overlap"
@@ -31,11 +33,6 @@ class Candidates:
     programs: dict[Candidate, Program]
     impossible: tuple[Impossible, ...]
     not_overlapped: tuple[str, ...] = ()
-
-
-def uses_peers(program: Program) -> bool:
-    """Return True if a program accesses the memory of peers."""
-    return any(s.one_sided for s in program.walk())
 
 
 def candidates_of(
@@ -63,7 +60,7 @@ def candidates_of(
             impossible.append(Impossible(candidate, _equal_reason(program, equal[0])))
         elif candidate.kernels in ("aten", "cublas") and _signals_by_sms(program):
             continue  # always slower: cuBLAS takes all SMs, so kernels that signal wait until a wave of tiles has ended
-        elif uses_peers(program) and platform.refuses and not (for_testing and platform.runs_all):
+        elif program.shares_memory and platform.refuses and not (for_testing and platform.runs_all):
             impossible.append(Impossible(candidate, platform.refuses, warn=True))
         else:
             programs[candidate] = program
@@ -73,9 +70,9 @@ def candidates_of(
 def _never_overlapped(programs: Mapping[Candidate, Program]) -> tuple[str, ...]:
     """Return a clause for each communication that no program overlaps.
 
-    The program of the strategy `sequential` does not count.
+    Programs of strategies that overlap nothing do not count.
     """
-    clauses = [not_overlapped(p) for c, p in programs.items() if c.strategy != SEQUENTIAL]
+    clauses = [not_overlapped(p) for c, p in programs.items() if overlaps(c.strategy)]
     if not clauses:
         return ()
     return tuple(clause for place, clause in clauses[0].items() if all(place in others for others in clauses))
@@ -100,7 +97,9 @@ def _lowered(
     fusion: Program, platform: Platform, kernels: str | Sequence[str]
 ) -> Iterator[tuple[Candidate, Program | HostIRError]]:
     """Yield each candidate with its program, or with the error that its strategy raises."""
-    for strategy, streams in [(name, n) for name, s in STRATEGIES.items() for n in s.stream_counts]:
+    strategies = [(name, n) for name, s in STRATEGIES.items() for n in s.stream_counts]
+    strategies += [(BY[by], 1) for by in _implementations(fusion, platform)]
+    for strategy, streams in strategies:
         program: Program | HostIRError
         try:
             program = lower(fusion, strategy, streams)
@@ -110,6 +109,23 @@ def _lowered(
             streams = max(program.streams, 1)
         for family in _kernel_families(fusion, platform, kernels):
             yield Candidate(strategy, streams, family), program
+
+
+def _implementations(fusion: Program, platform: Platform) -> list[str]:
+    """Return the implementations, other than NCCL, of collectives in a fusion; empty for CPUs, where gloo runs all."""
+    if platform.machine == GLOO:
+        return []
+    try:
+        program = lower(fusion, SEQUENTIAL)
+    except HostIRError:
+        return []
+    named = {by for s in program.walk() if isinstance(s, Collective) for by in s.implementations}
+    return [by for by in BY if by in named]
+
+
+def overlaps(strategy: str) -> bool:
+    """Return True if a strategy overlaps communication: it is not `sequential`, with any implementation."""
+    return strategy != SEQUENTIAL and strategy not in BY.values()
 
 
 def _kernel_families(fusion: Program, platform: Platform, kernels: str | Sequence[str]) -> Sequence[str]:
@@ -143,10 +159,10 @@ def asked_for(strategy: str, program: Program, kernels: str) -> tuple[Candidate,
     `program` is the result of lowering by this strategy. If it uses neither worker streams nor the memory of peers, it
     is the sequential program, and the candidate gets the strategy `sequential`.
     """
-    if strategy == SEQUENTIAL:
-        return Candidate(SEQUENTIAL, 1, kernels), ()
+    if not overlaps(strategy):
+        return Candidate(strategy, 1, kernels), ()
     notes = tuple(not_overlapped(program).values())
-    if program.streams or uses_peers(program):
+    if program.streams or program.shares_memory:
         return Candidate(strategy, max(program.streams, 1), kernels), notes
     reason = "" if notes else f": {NOTHING_TO_OVERLAP}"
     return Candidate(SEQUENTIAL, 1, kernels), (*notes, f"'{strategy}' lowers to the sequential program{reason}")

@@ -80,7 +80,7 @@ class CostTransfer:
     """A collective of a team, or messages of a team.
 
     Fields:
-        collective: the keyword of the collective, or `messages`.
+        collective: the keyword of the collective, with its implementation if NCCL does not run it, or `messages`.
         bytes: the number of bytes of the gathered, summed or exchanged tensor.
         ranks: the number of ranks of the team.
     """
@@ -334,9 +334,10 @@ class RankTasks:
             self.shared.flags.setdefault(self.registers.flag(done.flags, slot), []).append((done.epoch, flag))
 
     def collective(self, op: CollectiveOp) -> None:
+        name = f"{op.communication} by {op.by}" if op.by else op.communication
+        largest = max(self.registers.bytes[op.x], self.registers.bytes[op.out])
         task = self.communicate(
-            op,
-            CostTransfer(op.communication, max(self.registers.bytes[op.x], self.registers.bytes[op.out]), len(op.team)),
+            op, CostTransfer(name, largest, len(op.team)), launch="compute" if op.by else "communicate"
         )
         self.meet(task, "communication", op.team)
 
@@ -344,10 +345,16 @@ class RankTasks:
         largest = max(self.registers.total(op.reads), self.registers.total(op.writes))  # links are full duplex
         self.communicate(op, CostTransfer("messages", largest, len(op.team)), op.collective)
 
-    def communicate(self, op: CollectiveOp | MessagesOp, transfer: CostTransfer, collective: bool = True) -> CostTask:
+    def communicate(
+        self,
+        op: CollectiveOp | MessagesOp,
+        transfer: CostTransfer,
+        collective: bool = True,
+        launch: str = "communicate",
+    ) -> CostTask:
         """Add a communication on the lane of its team, after the latest task of its stream; return its task."""
         before = self.last.get(op.stream)
-        task = self.issue(("team", op.team, collective), transfer, before, launch="communicate")
+        task = self.issue(("team", op.team, collective), transfer, before, launch=launch)
         self.communications[op.handle] = task
         return task
 

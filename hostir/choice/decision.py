@@ -10,7 +10,7 @@ from typing import Any
 
 from hostir.choice import cache
 from hostir.choice.cache import Entries
-from hostir.choice.candidates import SEQUENTIAL, Candidates, candidates_of, uses_peers
+from hostir.choice.candidates import SEQUENTIAL, Candidates, candidates_of, overlaps
 from hostir.choice.choices import (
     ASKED_FOR,
     ESTIMATED,
@@ -244,8 +244,8 @@ class Decider:
         timings, impossible = self.estimates(sizes, calls)
         if self.platform.note:
             notes.append(self.platform.note)
-        only_sequential = {timing.candidate.strategy for timing in timings} == {SEQUENTIAL}
-        source = FALLBACK if only_sequential and _communicates(candidates.programs.values()) else ESTIMATED
+        nothing_overlaps = not any(overlaps(timing.candidate.strategy) for timing in timings)
+        source = FALLBACK if nothing_overlaps and _communicates(candidates.programs.values()) else ESTIMATED
         return self._fastest(source, timings, impossible, notes)
 
     def estimates(
@@ -310,7 +310,7 @@ def symmetric_bytes(program: Program, sizes: Mapping[str, int]) -> int:
 
     Gaps between buffers do not count.
     """
-    if not uses_peers(program):
+    if not program.shares_memory:
         return 0
     ranks = {mesh.devices[0] for mesh in program.meshes}  # all ranks of a mesh use the same number of bytes
     return max(unroll(program, rank, sizes).memory[1] for rank in ranks)

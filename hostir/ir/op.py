@@ -338,6 +338,11 @@ class Traits:
         return False
 
     @property
+    def workspace(self) -> Value | None:
+        """The operand of which a machine may need a copy in symmetric memory; None for other statements."""
+        return None
+
+    @property
     def compared(self) -> tuple[Shape, ...]:
         """The shapes of a communication's local tensors that must be equal on all ranks; empty for other statements.
 
@@ -520,6 +525,9 @@ class Statement(Traits, Operands):
 
     def verify(self) -> None:
         """Raise HostIRError if the operands do not fit each other."""
+
+    def verify_team(self, ranks: int) -> None:
+        """Raise HostIRError if the statement cannot be in a program of `ranks` ranks."""
 
     def verify_layout(self) -> None:
         """Raise HostIRError if a rank's parts of the operands do not fit each other.

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from hostir.ir.comm_ops import Communication
+from hostir.ir.comm_ops import Collective, Communication
 from hostir.ir.host_ops import For
-from hostir.ir.op import Ref, Statement, Value
-from hostir.ir.program import Program
+from hostir.ir.op import REGISTRY, Ref, Statement, Value
+from hostir.ir.program import Program, rewrite
 from hostir.ir.source import HostIRError, error
 from hostir.ir.tensor_ops import Binary, Contraction
 from hostir.ir.types import STREAM, Kind
@@ -28,12 +28,45 @@ NOT_SLICED = "no Stream axis slices it"
 
 @dataclass(frozen=True)
 class Sequential(Pass):
-    """Runs each communication and each computation unsliced, in program order, on the caller's stream."""
+    """Runs each communication and each computation unsliced, in program order, on the caller's stream.
+
+    `by` names the implementation of all collectives that it can run. NCCL runs the other collectives.
+    """
 
     name = "sequential"
+    by: str = ""
 
     def run(self, program: Program) -> Program:
-        return build(program, [])
+        sequential = build(program, [])
+        return implemented(sequential, self.by) if self.by else sequential
+
+
+def implemented(program: Program, by: str) -> Program:
+    """Return a host program in which the implementation `by` runs all collectives that it can run.
+
+    Raise HostIRError if it can run none of them.
+    """
+    refusals: list[HostIRError] = []
+
+    def change(s: Statement) -> tuple[Statement, ...]:
+        if not isinstance(s, Collective) or by not in s.implementations:
+            return (s,)
+        try:
+            changed = replace(s, by=by)
+            changed.verify_team(program.ranks)
+            changed.verify()
+        except HostIRError as refusal:
+            refusals.append(refusal)
+            return (s,)
+        return (changed,)
+
+    changed = program.with_body(rewrite(program.body, change))
+    if changed != program:
+        return changed
+    if refusals:
+        raise refusals[0]
+    names = " and ".join(name for name, s in REGISTRY.items() if by in getattr(s, "implementations", ()))
+    raise error(f"@{program.name} has no collective that {by} can run", expected=f"a fusion with {names}")
 
 
 @dataclass(frozen=True)

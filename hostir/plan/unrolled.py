@@ -93,8 +93,18 @@ class UnrolledProgram:
 
     @property
     def memory(self) -> tuple[int, int]:
-        """Two numbers of bytes: the memory that a run allocates, and the memory of this rank's symmetric buffers."""
-        return _bytes(self.allocated.values()), _bytes(op for op in self.symmetric.values() if op.rank == self.rank)
+        """Two numbers of bytes: the memory that a run allocates, and the memory of this rank's symmetric buffers.
+
+        The second number includes the workspace of collectives.
+        """
+        symmetric = _bytes(op for op in self.symmetric.values() if op.rank == self.rank)
+        return _bytes(self.allocated.values()), symmetric + self.workspace
+
+    @property
+    def workspace(self) -> int:
+        """The number of bytes of symmetric memory into which collectives copy their operands, one after another."""
+        copied = (self.layouts[x] for op in self.ops if op.place.statement.workspace for x in op.reads if op.by_group)
+        return max((prod(x.shape) * self.dtypes[x.buffer].bytes for x in copied), default=0)
 
     def owner(self, register: int) -> int:
         """Return the rank whose memory holds the tensor of a register."""

@@ -11,7 +11,7 @@ import pytest
 import hostir as hi
 from examples import patterns
 from hostir.choice import platforms
-from hostir.choice.candidates import candidates_of, uses_peers
+from hostir.choice.candidates import candidates_of
 from hostir.choice.choices import Candidate
 from hostir.choice.hardware import CPU, H200
 from hostir.choice.platforms import FOR_TESTING, Platform, reference
@@ -88,7 +88,7 @@ def test_a_communication_that_one_candidate_overlaps_is_not_reported() -> None:
 def test_without_peer_access_only_candidates_with_collectives_remain(change: Mapping[str, str], reason: str) -> None:
     candidates = candidates_of(patterns.allgather_matmul().program(), replace(GPUS, **change))
     assert {c.strategy for c in candidates.programs} == {"sequential", "pipeline"}
-    assert not any(uses_peers(p) for p in candidates.programs.values())
+    assert not any(p.shares_memory for p in candidates.programs.values())
     assert {it.candidate.strategy for it in candidates.impossible} == {"ring", "fused", "push"}
     assert all(reason in it.reason and it.warn for it in candidates.impossible)
 

@@ -19,6 +19,7 @@ from hostir.machines.cuda.context import PlanContext
 from hostir.machines.cuda.copies import CopySteps
 from hostir.machines.cuda.credits import CallBoundary, uses_flags
 from hostir.machines.cuda.flags import CudaFlags
+from hostir.machines.cuda.implementations import SymmetricCollectives
 from hostir.machines.cuda.nccl import awaited_at_once, collective, messages
 from hostir.machines.cuda.streams import join, record, wait
 from hostir.machines.cuda.timeline import Timeline
@@ -111,6 +112,7 @@ class CudaBinder:
 
     Fields:
         memory, one_sided: the symmetric memory and its operations; None if the program has no symmetric memory.
+        implementations: makes the steps of collectives that NCCL does not run; None if there are none.
         steps, ops: the steps in issue order, and the operation of each step.
         in_captures: steps that replace elements of `steps` during a capture, by the positions of these elements.
         launches: the steps that only launch Triton kernels, with their operations.
@@ -134,6 +136,9 @@ class CudaBinder:
         self.context = context
         self.memory = memory
         self.one_sided = None if memory is None else CudaOneSided(context, memory)
+        self.implementations: SymmetricCollectives | None = None
+        if memory is not None and context.unrolled.workspace:
+            self.implementations = SymmetricCollectives(context, memory, machine.groups.all_ranks().group_name)
         self.timeline = timeline
         self.steps: list[Step] = []
         self.ops: list[Op] = []
@@ -275,6 +280,10 @@ class CudaBinder:
         self.direct(op, self.flagged.flags.barrier(op))
 
     def add_collective(self, op: CollectiveOp) -> None:
+        if op.by and self.implementations is not None:
+            (self.inlined if self.implementations.inline else self.marks).add(op.handle)
+            self.here(op, self.implementations.collective(op))
+            return
         inline = op.handle in self.awaited_at_once
         if inline:
             self.inlined.add(op.handle)

@@ -22,7 +22,6 @@ from hostir.ir.source import HostIRError
 from hostir.job.groups import Groups
 from hostir.job.links import headline
 from hostir.job.offers import KindOfSizes
-from hostir.job.symmetric import shares_memory
 from hostir.kernels.contractions import BY_CUBLAS
 from hostir.kernels.dtypes import torch_dtype
 from hostir.kernels.layout import Words
@@ -71,7 +70,7 @@ class CudaMachine:
         self.messages = groups.messages
         self.teams = [team for team in message_teams_of(program) if groups.rank in team]
         self.streams = workers(device, program.streams)
-        if shares_memory(program):  # each stream then follows the same stream of the previous call
+        if program.shares_memory:  # each stream then follows the same stream of the previous call
             self.streams = groups.streams.setdefault(program.digest, self.streams)
             self.timeouts = groups.timeouts.setdefault(program.digest, self.timeouts)
         self.cublas_streams: dict[int, CublasStreams] = {}

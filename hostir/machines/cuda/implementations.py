@@ -1,0 +1,198 @@
+"""Collectives by torch's symmetric memory instead of NCCL: the implementations that a collective names with `by`.
+
+All such collectives of a program and kind of sizes share one workspace in symmetric memory, and the signal pads that
+torch keeps with it. So they run one after another. If the next operation awaits each of them, they run on the caller's
+stream. Otherwise they run on a separate stream, like the collectives of NCCL.
+
+`one_shot` and `two_shot` call operators of `torch.ops.symm_mem` that `hostir.torch.install` leaves to torch.
+`copy_engine` makes the barriers and copies of torch's `_low_contention_all_gather`. That operator returns a new tensor,
+which would have to be copied to the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import torch
+
+from hostir.ir.comm_ops import COPY_ENGINE, ONE_SHOT, TWO_SHOT, UNIT
+from hostir.ir.source import error
+from hostir.job.offers import WORKSPACE
+from hostir.job.symmetric import SharedMemory
+from hostir.kernels.dtypes import torch_dtype
+from hostir.machines.binding import Step
+from hostir.machines.cuda.context import PlanContext
+from hostir.machines.cuda.nccl import awaited_at_once
+from hostir.machines.cuda.streams import own_stream
+from hostir.plan.operations import CollectiveOp
+
+Run = Callable[[torch.Tensor, torch.Tensor], object]  # issues a collective from `x` to `out` to the current stream
+PAIRED = (2, 4, 8)  # the numbers of ranks for which torch has a two-shot kernel with a separate result
+HIGH = -1  # the priority of the separate stream: its kernels get SMs before other kernels, like NCCL's
+
+
+class SymmetricCollectives:
+    """Makes the steps of a plan's collectives that name an implementation.
+
+    Args:
+        context: the plan.
+        memory: the symmetric memory of the plan, with the workspace.
+        group: the name of the registered process group of all ranks.
+
+    Fields:
+        inline: True if the collectives run on the caller's stream.
+    """
+
+    def __init__(self, context: PlanContext, memory: SharedMemory, group: str) -> None:
+        self.context = context
+        self.memory = memory
+        self.group = group
+        ops = [op for op in context.unrolled.ops if isinstance(op, CollectiveOp) and op.by]
+        self.inline = awaited_at_once(context.unrolled).issuperset(op.handle for op in ops)
+
+    def collective(self, op: CollectiveOp) -> Step:
+        """Return the step that starts a collective.
+
+        If it does not run on the caller's stream, the step puts an event into the register of the handle.
+        """
+        registers, streams, run = self.context.registers, self.context.streams, self.run(op)
+        x, out, handle = op.x, op.out, op.handle
+        if self.inline:
+            return lambda: run(registers[x], registers[out])
+        side, begun, ended = self.side, torch.cuda.Event(), torch.cuda.Event()
+
+        def step() -> None:
+            begun.record(streams[op.stream])
+            begun.wait(side)
+            torch.cuda.set_stream(side)
+            try:
+                run(registers[x], registers[out])
+            finally:
+                torch.cuda.set_stream(streams[op.stream])
+            ended.record(side)
+            registers[handle] = ended
+
+        return step
+
+    @property
+    def side(self) -> torch.cuda.Stream:
+        """The separate stream of these collectives. All plans with this memory share it."""
+        key = SymmetricCollectives
+        if key not in self.memory.kept:
+            self.memory.kept[key] = own_stream(self.memory, self.context.device, HIGH)
+        stream: torch.cuda.Stream = self.memory.kept[key]
+        return stream
+
+    def run(self, op: CollectiveOp) -> Run:
+        """Return the function that issues a collective."""
+        make: dict[tuple[str, str], Callable[[CollectiveOp, torch.Tensor], Run]] = {
+            ("allreduce", ONE_SHOT): self.one_shot,
+            ("allreduce", TWO_SHOT): self.two_shot,
+            ("reduce_scatter", ONE_SHOT): self.scattered,
+            ("allgather", COPY_ENGINE): self.copied,
+        }
+        return make[op.communication, op.by](op, self.space(op))
+
+    def space(self, op: CollectiveOp) -> torch.Tensor:
+        """Return the beginning of the workspace, with the shape and the dtype of the operand of a collective."""
+        unrolled = self.context.unrolled
+        x = unrolled.layouts[op.x]
+        flat = self.memory.flat[WORKSPACE, unrolled.rank].view(torch_dtype(unrolled.dtypes[x.buffer]))
+        return flat[: prod(x.shape)].view(x.shape)
+
+    def one_shot(self, op: CollectiveOp, space: torch.Tensor) -> Run:
+        from_memory = self.operator(op, "one_shot_all_reduce_out")
+        from_anywhere, group = self.operator(op, "one_shot_all_reduce_copy_out"), self.group
+
+        def run(x: torch.Tensor, out: torch.Tensor) -> None:
+            if is_aligned(x):  # then the kernel itself copies to the workspace
+                into(out, lambda out: from_anywhere(space, x, "sum", group, out))
+            else:
+                space.copy_(x)
+                into(out, lambda out: from_memory(space, "sum", group, out))
+
+        return run
+
+    def two_shot(self, op: CollectiveOp, space: torch.Tensor) -> Run:
+        group = self.group
+        if len(op.team) in PAIRED:
+            two_shot = self.operator(op, "two_shot_all_reduce_out")
+
+            def run(x: torch.Tensor, out: torch.Tensor) -> None:
+                space.copy_(x)
+                into(out, lambda out: two_shot(space, "sum", group, out))
+
+            return run
+        in_place = self.operator(op, "two_shot_all_reduce_")
+
+        def run_in_place(x: torch.Tensor, out: torch.Tensor) -> None:
+            space.copy_(x)
+            in_place(space, "sum", group)
+            out.copy_(space)
+
+        return run_in_place
+
+    def scattered(self, op: CollectiveOp, space: torch.Tensor) -> Run:
+        reduce_scatter, group, flat = self.operator(op, "reduce_scatter_out"), self.group, space.view(-1)
+
+        def run(x: torch.Tensor, out: torch.Tensor) -> None:
+            space.copy_(x)
+            into(out.view(-1), lambda out: reduce_scatter(flat, group, False, out))
+
+        return run
+
+    def copied(self, op: CollectiveOp, space: torch.Tensor) -> Run:
+        """Return a function that copies the parts of all ranks, between two barriers.
+
+        The ranks copy in different orders, so that no two of them read from one rank at a time.
+        """
+        handle, rank, ranks = self.handle, self.context.unrolled.rank, len(op.team)
+        order = [(rank - step) % ranks for step in range(1, ranks)]
+        peers = [(peer, handle.get_buffer(peer, space.shape, space.dtype).view(-1)) for peer in order]
+
+        def run(x: torch.Tensor, out: torch.Tensor) -> None:
+            blocks, part = out.view(ranks, -1), x.view(-1)
+            space.copy_(x)
+            handle.barrier()  # all parts are in the workspaces
+            blocks[rank].copy_(part)
+            for peer, theirs in peers:
+                blocks[peer].copy_(theirs)
+            handle.barrier()  # all ranks have read this rank's part
+
+        return run
+
+    @cached_property
+    def handle(self) -> Any:
+        """torch's handle of the symmetric memory."""
+        return self.memory.kept["handle"]
+
+    def operator(self, op: CollectiveOp, name: str) -> Callable[..., object]:
+        """Return an operator of `torch.ops.symm_mem`. Raise HostIRError if this torch has no such operator."""
+        found = getattr(torch.ops.symm_mem, name, None)
+        if found is None:
+            s = op.place.statement
+            raise error(
+                f"torch {torch.__version__} has no operator symm_mem.{name}, which '{s.keyword()} by {op.by}' needs",
+                s.span,
+                hint="leave out 'by': NCCL runs the collective",
+            )
+        packet: Callable[..., object] = found.default
+        return packet
+
+
+def into(out: torch.Tensor, write: Callable[[torch.Tensor], object]) -> None:
+    """Call `write` with `out`. If the kernels cannot write there, call it with new memory, and copy that to `out`."""
+    if is_aligned(out):
+        write(out)
+        return
+    aligned = torch.empty_like(out)
+    write(aligned)
+    out.copy_(aligned)
+
+
+def is_aligned(x: torch.Tensor) -> bool:
+    """Return True if torch's kernels can access a tensor in units of UNIT bytes."""
+    return x.data_ptr() % UNIT == 0 and int(x.storage_offset()) * x.element_size() % UNIT == 0
