@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 from hostir.choice.choices import Candidate, Impossible
 from hostir.choice.platforms import CUDA, GLOO, Platform
-from hostir.ir.comm_ops import Collective
+from hostir.ir.comm_ops import Implemented
 from hostir.ir.op import Statement
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, Span
@@ -119,7 +119,7 @@ def _implementations(fusion: Program, platform: Platform) -> list[str]:
         program = lower(fusion, SEQUENTIAL)
     except HostIRError:
         return []
-    named = {by for s in program.walk() if isinstance(s, Collective) for by in s.implementations}
+    named = {by for s in program.walk() if isinstance(s, Implemented) for by in s.implementations}
     return [by for by in BY if by in named]
 
 

@@ -1,4 +1,4 @@
-"""Estimate collectives that NCCL does not run: see `hostir.ir.comm_ops.Collective.by`.
+"""Estimate collectives that NCCL does not run: see `hostir.ir.comm_ops.Implemented`.
 
 The constants are fitted to the times of torch's operators in benchmarks/results/2xH100, alone and behind a matmul, with
 8 KB to 268 MB of bf16. They describe torch's kernels, which have at most 24 thread blocks. So they are the same for all
@@ -11,7 +11,7 @@ from hostir.choice.cost import CostTransfer
 from hostir.choice.hardware import Hardware
 from hostir.ir.comm_ops import COPY_ENGINE, ONE_SHOT, TWO_SHOT
 
-KERNEL = 9.0  # microseconds of a kernel of torch's that moves few bytes, with its two exchanges of signals
+KERNEL = 9.0  # microseconds of a barrier, or of another kernel of torch's that moves few bytes
 READ = 180.0  # GB/s at which the kernel of `one_shot` reads from peers
 MOVE = 410.0  # GB/s of `two_shot`, counting bytes as for NCCL: those that leave a rank, and half of those that it keeps
 SMALL_COPY = 3.0  # microseconds of a copy of few bytes within the GPU
@@ -32,6 +32,6 @@ def implemented(transfer: CostTransfer, hardware: Hardware) -> float | None:
         return copied + KERNEL + size * (steps * (ranks - 1) + 0.5) / ranks / MOVE
     if by == COPY_ENGINE:
         part = size / ranks
-        within = 2 * (SMALL_COPY + 2 * part / hardware.memory)  # to the workspace, and to the result
-        return within + 2 * hardware.barrier + (ranks - 1) * (hardware.copy + part / hardware.link)
+        to_workspace = SMALL_COPY + 2 * part / hardware.memory
+        return to_workspace + 2 * KERNEL + (ranks - 1) * (hardware.copy + part / hardware.link)
     return None

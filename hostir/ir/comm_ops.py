@@ -130,16 +130,9 @@ class Communication(Statement):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Collective(Communication):
-    """The base class of communications among the ranks along one mesh axis.
-
-    Fields:
-        by: the implementation on CUDA, in a host program. By default NCCL runs the collective. The meaning is the same.
-    """
+    """The base class of communications among the ranks along one mesh axis."""
 
     over: Name = ""
-    by: Name = field(default="", kw_only=True)
-
-    implementations: ClassVar[tuple[str, ...]] = ()  # the valid values of `by`
 
     @property
     def compared(self) -> tuple[Shape, ...]:
@@ -162,7 +155,47 @@ class Collective(Communication):
         return mesh
 
     def exchange(self, rank: int) -> Exchange:
-        return Exchange(self.keyword(), self.mesh.team(rank, self.over), by=self.by)
+        return Exchange(self.keyword(), self.mesh.team(rank, self.over))
+
+    def verify(self) -> None:
+        super().verify()
+        if self.mesh and not self.fits(self.x.tensor, self.out.tensor):
+            raise self.fail(
+                f"{self.keyword()} over {self.over} does not lead from {self.x.tensor} to {self.out.tensor}",
+                expected=self.rule.format(over=self.over),
+            )
+
+    def _outermost(self, type: TensorType) -> bool:
+        return self.handle is None or leads(type, self.over)
+
+    rule: ClassVar[str] = ""
+
+    def fits(self, x: TensorType, out: TensorType) -> bool:
+        raise AssertionError(type(self).__name__)
+
+
+def _marks(type: TensorType) -> list[str]:
+    return [m for axis in type.axes for m in axis.marks]
+
+
+def _unmarked(type: TensorType, mark: str) -> TensorType:
+    return type.with_axes(axis.without(mark) for axis in type.axes)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Implemented(Collective):
+    """The base class of collectives that torch's symmetric memory can run, too.
+
+    Fields:
+        by: the implementation on CUDA, in a host program. By default NCCL runs the collective. The meaning is the same.
+    """
+
+    by: Name = field(default="", kw_only=True)
+
+    implementations: ClassVar[tuple[str, ...]] = ()  # the values of `by`
+
+    def exchange(self, rank: int) -> Exchange:
+        return replace(super().exchange(rank), by=self.by)
 
     @property
     def workspace(self) -> Value | None:
@@ -185,11 +218,6 @@ class Collective(Communication):
     def verify(self) -> None:
         super().verify()
         self.verify_by()
-        if self.mesh and not self.fits(self.x.tensor, self.out.tensor):
-            raise self.fail(
-                f"{self.keyword()} over {self.over} does not lead from {self.x.tensor} to {self.out.tensor}",
-                expected=self.rule.format(over=self.over),
-            )
 
     def verify_by(self) -> None:
         """Raise HostIRError if the implementation `by` cannot run this collective."""
@@ -215,39 +243,28 @@ class Collective(Communication):
             what = f"{self.units * UNIT} bytes on each rank"
             raise self.fail(f"{phrase} of {what}", expected=f"a multiple of {UNIT} bytes", hint=BY_NCCL)
 
-    def verify_team(self, ranks: int) -> None:
-        """Raise HostIRError if the team is not all `ranks` ranks of the program, as symmetric memory needs."""
-        if self.workspace is not None and self.teams != (tuple(range(ranks)),):
-            raise self.fail(
-                f"{self.keyword()} by {self.by} among ranks {' '.join(map(str, self.teams[0]))}",
-                expected=f"all {ranks} ranks of the program",
-                hint=BY_NCCL,
-            )
 
-    def _outermost(self, type: TensorType) -> bool:
-        return self.handle is None or leads(type, self.over)
+def check_team(s: Statement, ranks: int) -> None:
+    """Raise HostIRError if a collective needs the symmetric memory of a team that is not the complete program.
 
-    rule: ClassVar[str] = ""
-
-    def fits(self, x: TensorType, out: TensorType) -> bool:
-        raise AssertionError(type(self).__name__)
-
-
-def _marks(type: TensorType) -> list[str]:
-    return [m for axis in type.axes for m in axis.marks]
-
-
-def _unmarked(type: TensorType, mark: str) -> TensorType:
-    return type.with_axes(axis.without(mark) for axis in type.axes)
+    `ranks` is the number of ranks of the program.
+    """
+    if s.workspace is not None and s.teams != (tuple(range(ranks)),):
+        raise s.fail(
+            f"'{s.keyword()} ... by' among ranks {' '.join(map(str, s.teams[0]))}",
+            expected=f"all {ranks} ranks of the program",
+            hint=BY_NCCL,
+        )
 
 
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
-class AllGather(Collective):
+class AllGather(Implemented):
     """All-gather: every rank gets the parts of all ranks, in the order of the ranks.
 
-    With `by copy_engine`, copy engines copy the parts on CUDA, between two barriers. They take no SMs. It needs the
-    symmetric memory of all ranks of the program. So the ranks are on one host, and the team is the whole program.
+    With `by copy_engine`, copy engines copy the parts of peers on CUDA, between two barriers. SMs only run the barriers
+    and copies within the GPU. It needs the symmetric memory of all ranks of the program. So the ranks are on one host,
+    and the team is all ranks.
 
     Example: %h = allgather %x: f32[8@didx, 16, 32] -> %y: f32[8, 16, 32] over didx by copy_engine
     """
@@ -262,13 +279,13 @@ class AllGather(Collective):
 
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
-class AllReduce(Collective):
+class AllReduce(Implemented):
     """All-reduce: every rank gets the sum of all partial sums. `x` and `out` may be the same memory.
 
     With `by one_shot` or `by two_shot`, a kernel of torch's symmetric memory computes the sum on CUDA. With `one_shot`,
-    every rank reads the summands of all ranks. With `two_shot`, every rank first sums one part of the rows, and then
-    reads the sums of the other ranks. Both need bf16 or f32, a multiple of 16 bytes on each rank, and the symmetric
-    memory of all ranks of the program. So the ranks are on one host, and the team is the whole program.
+    every rank reads the summands of all ranks. With `two_shot`, every rank first sums one part of the elements, and
+    then reads the sums of the other ranks. Both need bf16 or f32, a multiple of 16 bytes on each rank, and the
+    symmetric memory of all ranks of the program. So the ranks are on one host, and the team is all ranks.
 
     Example: %h = allreduce %x: f32[16, 32] partial(didx) -> %y: f32[16, 32] over didx by two_shot
     """
@@ -290,7 +307,7 @@ def _summed(type: TensorType, mark: str) -> TensorType:
 
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
-class ReduceScatter(Collective):
+class ReduceScatter(Implemented):
     """Reduce-scatter: each rank gets its block of the sum of all partial sums.
 
     With `by one_shot`, a kernel of torch's symmetric memory computes the sum on CUDA: every rank reads the summands of

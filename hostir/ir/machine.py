@@ -48,7 +48,7 @@ class Exchange:
         communication: the keyword of the statement.
         team: the ranks that take part, in order.
         moves: the messages that this rank sends or receives; None for a collective.
-        by: the implementation of a collective, as in `Collective.by`.
+        by: the implementation of a collective, as in `hostir.ir.comm_ops.Implemented`.
     """
 
     communication: str

@@ -526,9 +526,6 @@ class Statement(Traits, Operands):
     def verify(self) -> None:
         """Raise HostIRError if the operands do not fit each other."""
 
-    def verify_team(self, ranks: int) -> None:
-        """Raise HostIRError if the statement cannot be in a program of `ranks` ranks."""
-
     def verify_layout(self) -> None:
         """Raise HostIRError if a rank's parts of the operands do not fit each other.
 

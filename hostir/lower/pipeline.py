@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from hostir.ir.comm_ops import Collective, Communication
+from hostir.ir.comm_ops import Communication, Implemented, check_team
 from hostir.ir.host_ops import For
 from hostir.ir.op import REGISTRY, Ref, Statement, Value
 from hostir.ir.program import Program, rewrite
@@ -49,11 +49,11 @@ def implemented(program: Program, by: str) -> Program:
     refusals: list[HostIRError] = []
 
     def change(s: Statement) -> tuple[Statement, ...]:
-        if not isinstance(s, Collective) or by not in s.implementations:
+        if not isinstance(s, Implemented) or by not in s.implementations:
             return (s,)
         try:
             changed = replace(s, by=by)
-            changed.verify_team(program.ranks)
+            check_team(changed, program.ranks)
             changed.verify()
         except HostIRError as refusal:
             refusals.append(refusal)

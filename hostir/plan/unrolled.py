@@ -12,7 +12,7 @@ from hostir.ir.program import Program, format_statement
 from hostir.ir.regions import is_dense
 from hostir.ir.source import HostIRError
 from hostir.ir.types import DType
-from hostir.plan.operations import AllocateOp, ElementRange, Op, SymmetricOp
+from hostir.plan.operations import AllocateOp, CollectiveOp, ElementRange, Op, SymmetricOp
 from hostir.plan.order import RankOrder
 
 
@@ -103,7 +103,7 @@ class UnrolledProgram:
     @property
     def workspace(self) -> int:
         """The number of bytes of symmetric memory into which collectives copy their operands, one after another."""
-        copied = (self.layouts[x] for op in self.ops if op.place.statement.workspace for x in op.reads if op.by_group)
+        copied = (self.layouts[op.x] for op in self.ops if isinstance(op, CollectiveOp) and op.by)
         return max((prod(x.shape) * self.dtypes[x.buffer].bytes for x in copied), default=0)
 
     def owner(self, register: int) -> int:

@@ -11,7 +11,8 @@ which would have to be copied to the result.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -26,7 +27,7 @@ from hostir.kernels.dtypes import torch_dtype
 from hostir.machines.binding import Step
 from hostir.machines.cuda.context import PlanContext
 from hostir.machines.cuda.nccl import awaited_at_once
-from hostir.machines.cuda.streams import own_stream
+from hostir.machines.cuda.streams import current, own_stream
 from hostir.plan.operations import CollectiveOp
 
 Run = Callable[[torch.Tensor, torch.Tensor], object]  # issues a collective from `x` to `out` to the current stream
@@ -62,28 +63,23 @@ class SymmetricCollectives:
         x, out, handle = op.x, op.out, op.handle
         if self.inline:
             return lambda: run(registers[x], registers[out])
-        side, begun, ended = self.side, torch.cuda.Event(), torch.cuda.Event()
+        apart, begun, ended = self.stream("apart"), torch.cuda.Event(), torch.cuda.Event()
 
         def step() -> None:
             begun.record(streams[op.stream])
-            begun.wait(side)
-            torch.cuda.set_stream(side)
-            try:
+            begun.wait(apart)
+            with on(apart, streams[op.stream]):
                 run(registers[x], registers[out])
-            finally:
-                torch.cuda.set_stream(streams[op.stream])
-            ended.record(side)
+            ended.record(apart)
             registers[handle] = ended
 
         return step
 
-    @property
-    def side(self) -> torch.cuda.Stream:
-        """The separate stream of these collectives. All plans with this memory share it."""
-        key = SymmetricCollectives
-        if key not in self.memory.kept:
-            self.memory.kept[key] = own_stream(self.memory, self.context.device, HIGH)
-        stream: torch.cuda.Stream = self.memory.kept[key]
+    def stream(self, name: str) -> torch.cuda.Stream:
+        """Return a stream for these collectives. All plans with this memory share it."""
+        if name not in self.memory.kept:
+            self.memory.kept[name] = own_stream(self.memory, self.context.device, HIGH)
+        stream: torch.cuda.Stream = self.memory.kept[name]
         return stream
 
     def run(self, op: CollectiveOp) -> Run:
@@ -145,22 +141,33 @@ class SymmetricCollectives:
         return run
 
     def copied(self, op: CollectiveOp, space: torch.Tensor) -> Run:
-        """Return a function that copies the parts of all ranks, between two barriers.
+        """Return a function that copies the parts of peers between two barriers, and this rank's part meanwhile.
 
         The ranks copy in different orders, so that no two of them read from one rank at a time.
         """
         handle, rank, ranks = self.handle, self.context.unrolled.rank, len(op.team)
         order = [(rank - step) % ranks for step in range(1, ranks)]
         peers = [(peer, handle.get_buffer(peer, space.shape, space.dtype).view(-1)) for peer in order]
+        device, beside, begun, copied = (
+            self.context.device,
+            self.stream("beside"),
+            torch.cuda.Event(),
+            torch.cuda.Event(),
+        )
 
         def run(x: torch.Tensor, out: torch.Tensor) -> None:
-            blocks, part = out.view(ranks, -1), x.view(-1)
+            blocks, part, stream = out.view(ranks, -1), x.view(-1), current(device)
+            begun.record(stream)
+            begun.wait(beside)
+            with on(beside, stream):
+                blocks[rank].copy_(part)
+            copied.record(beside)
             space.copy_(x)
             handle.barrier()  # all parts are in the workspaces
-            blocks[rank].copy_(part)
             for peer, theirs in peers:
                 blocks[peer].copy_(theirs)
             handle.barrier()  # all ranks have read this rank's part
+            copied.wait(stream)
 
         return run
 
@@ -181,6 +188,16 @@ class SymmetricCollectives:
             )
         packet: Callable[..., object] = found.default
         return packet
+
+
+@contextmanager
+def on(stream: torch.cuda.Stream, before: torch.cuda.Stream) -> Iterator[None]:
+    """Make a stream the current one; afterwards, make the stream `before` the current one again."""
+    torch.cuda.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.cuda.set_stream(before)
 
 
 def into(out: torch.Tensor, write: Callable[[torch.Tensor], object]) -> None:
