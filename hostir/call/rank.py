@@ -32,7 +32,7 @@ from hostir.call.executor import Executor
 from hostir.call.sizes import bind_sizes
 from hostir.call.started import SideStreams, Started
 from hostir.check import proof_of
-from hostir.ir.program import Program
+from hostir.ir.program import Program, shares_memory
 from hostir.ir.source import HostIRError, error, logger
 from hostir.job.agreement import Agreement
 from hostir.job.groups import Groups
@@ -80,7 +80,7 @@ class RankExecutor(Executor):
         self.bound: OrderedDict[tuple[Any, ...], BoundCall] = OrderedDict()  # the most recently used last
         self._graphs: Graphs | None = None
         self._order: CallOrder | None = None  # orders the calls of this executor on different streams
-        self._communicates = bool(teams_of(program) or message_teams_of(program)) or program.shares_memory
+        self._communicates = bool(teams_of(program) or message_teams_of(program)) or shares_memory(program)
         self._side: SideStreams | None = None
         self._captured: set[Plan] = set()  # kept alive: graphs that the caller captured use the plans' memory
         self._ended = ""  # the reason why this executor refuses calls; empty while it accepts them

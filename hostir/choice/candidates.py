@@ -10,7 +10,7 @@ from hostir.choice.choices import Candidate, Impossible
 from hostir.choice.platforms import CUDA, GLOO, Platform
 from hostir.ir.comm_ops import Implemented
 from hostir.ir.op import Statement
-from hostir.ir.program import Program
+from hostir.ir.program import Program, shares_memory
 from hostir.ir.source import HostIRError, Span
 from hostir.lower import STRATEGIES, lower
 from hostir.lower.pipeline import NOT_OVERLAPPED
@@ -60,7 +60,7 @@ def candidates_of(
             impossible.append(Impossible(candidate, _equal_reason(program, equal[0])))
         elif candidate.kernels in ("aten", "cublas") and _signals_by_sms(program):
             continue  # always slower: cuBLAS takes all SMs, so kernels that signal wait until a wave of tiles has ended
-        elif program.shares_memory and platform.refuses and not (for_testing and platform.runs_all):
+        elif shares_memory(program) and platform.refuses and not (for_testing and platform.runs_all):
             impossible.append(Impossible(candidate, platform.refuses, warn=True))
         else:
             programs[candidate] = program
@@ -162,7 +162,7 @@ def asked_for(strategy: str, program: Program, kernels: str) -> tuple[Candidate,
     if not overlaps(strategy):
         return Candidate(strategy, 1, kernels), ()
     notes = tuple(not_overlapped(program).values())
-    if program.streams or program.shares_memory:
+    if program.streams or shares_memory(program):
         return Candidate(strategy, max(program.streams, 1), kernels), notes
     reason = "" if notes else f": {NOTHING_TO_OVERLAP}"
     return Candidate(SEQUENTIAL, 1, kernels), (*notes, f"'{strategy}' lowers to the sequential program{reason}")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
+from hostir.ir.comm_ops import ONE_SHOT, TWO_SHOT
 from hostir.ir.machine import Done, Ready, uncollected
 from hostir.ir.program import Program
 from hostir.ir.types import FP8
@@ -336,9 +337,10 @@ class RankTasks:
     def collective(self, op: CollectiveOp) -> None:
         name = f"{op.communication} by {op.by}" if op.by else op.communication
         largest = max(self.registers.bytes[op.x], self.registers.bytes[op.out])
-        task = self.communicate(
-            op, CostTransfer(name, largest, len(op.team)), launch="compute" if op.by else "communicate"
-        )
+        if op.by in (ONE_SHOT, TWO_SHOT):  # two operators of torch: a copy and a kernel
+            self.launch("compute")
+        launch = "compute" if op.by in (ONE_SHOT, TWO_SHOT) else "communicate"
+        task = self.communicate(op, CostTransfer(name, largest, len(op.team)), launch=launch)
         self.meet(task, "communication", op.team)
 
     def messages(self, op: MessagesOp) -> None:

@@ -25,7 +25,7 @@ from hostir.choice.choices import (
 from hostir.choice.cost import CostTask, tasks_of
 from hostir.choice.platforms import ELSEWHERE, SIMULATED, Platform, platform_here
 from hostir.choice.simulation import EAGER, GRAPH, estimates
-from hostir.ir.program import Program
+from hostir.ir.program import Program, shares_memory
 from hostir.ir.sizes import binding
 from hostir.ir.source import (
     HostIRError,
@@ -310,7 +310,7 @@ def symmetric_bytes(program: Program, sizes: Mapping[str, int]) -> int:
 
     Gaps between buffers do not count.
     """
-    if not program.shares_memory:
+    if not shares_memory(program):
         return 0
     ranks = {mesh.devices[0] for mesh in program.meshes}  # all ranks of a mesh use the same number of bytes
     return max(unroll(program, rank, sizes).memory[1] for rank in ranks)

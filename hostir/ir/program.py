@@ -53,11 +53,6 @@ class Program:
         """The number of ranks that the program needs: one more than the highest device in its meshes."""
         return 1 + max(device for mesh in self.meshes for device in mesh.devices)
 
-    @property
-    def shares_memory(self) -> bool:
-        """True if ranks access each other's memory. Then the ranks must be on one host, and meet before they run it."""
-        return any(s.one_sided or s.workspace is not None for s in self.walk())
-
     def walk(self) -> Iterator[Statement]:
         """Yield every statement in order; a loop comes before the statements in its body."""
         return _walk(self.body)
@@ -142,6 +137,11 @@ class Program:
 
     def with_body(self, body: Iterable[Statement]) -> Program:
         return replace(self, body=tuple(body))
+
+
+def shares_memory(program: Program) -> bool:
+    """Return True if ranks access each other's memory. Then they are on one host, and meet before the first call."""
+    return any(s.one_sided or s.workspace is not None for s in program.walk())
 
 
 def format_program(program: Program, *, notes: bool = True, printer: Printer | None = None) -> str:

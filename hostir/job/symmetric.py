@@ -36,7 +36,7 @@ from typing import Any, Protocol
 import torch
 
 from hostir.ir.op import Value
-from hostir.ir.program import Program
+from hostir.ir.program import Program, shares_memory
 from hostir.ir.source import HostIRError
 from hostir.ir.types import FLAG, bind_shape
 from hostir.job.links import AlikeError
@@ -270,7 +270,7 @@ class SymmetricMemory:
             limit: the largest number of bytes for the program. If it is set, buffers get only as many bytes as the
                 sizes need.
         """
-        if not unrolled.program.shares_memory:
+        if not shares_memory(unrolled.program):
             return None
         key = unrolled.program.digest, tuple(sorted(unrolled.sizes.items())) if kind is None else kind
         memory = next((each for each in self.all_of(key) if each.rooms.hold(unrolled.sizes)), None)

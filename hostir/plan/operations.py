@@ -319,7 +319,7 @@ class BarrierOp(Op):
 class CollectiveOp(Op):
     """Starts a collective of the team. `x` and `out` are dense tensors.
 
-    For an allreduce through NCCL, both are the same tensor. `by` is the implementation, as in `hostir.ir.comm_ops.Implemented`.
+    For an allreduce by NCCL, both are the same tensor. `by` is the implementation; it is empty for NCCL.
     """
 
     communication: str

@@ -15,6 +15,7 @@ from hostir.choice.candidates import candidates_of
 from hostir.choice.choices import Candidate
 from hostir.choice.hardware import CPU, H200
 from hostir.choice.platforms import FOR_TESTING, Platform, reference
+from hostir.ir.program import shares_memory
 from hostir.lower import STRATEGIES
 from tests.choice.fusions import turned
 
@@ -33,7 +34,7 @@ def reasons(fusion: hi.Fusion, platform: Platform = H200X4) -> dict[str, str]:
 
 def test_an_allgather_of_rows_can_run_with_every_strategy() -> None:
     candidates = candidates_of(patterns.allgather_matmul(S=4).program(), H200X4)
-    assert {c.strategy for c in candidates.programs} == STRATEGIES.keys()
+    assert {c.strategy for c in candidates.programs} == {*STRATEGIES, "sequential by copy_engine"}
     assert {c.streams for c in candidates.programs if c.strategy == "pipeline"} == {2, 4}
     assert {c.kernels for c in candidates.programs} == {"cublas", "triton"}
     assert candidates.impossible == candidates.not_overlapped == ()
@@ -49,7 +50,8 @@ def test_without_a_stream_axis_there_is_no_pipeline() -> None:
     mesh = hi.DeviceMesh(range(2))
     a.shard(0, mesh)
     c.set_device_mesh(mesh)
-    assert strategies(fusion, reference(H200, 2)) == {"sequential", "ring", "fused", "push"}
+    every = {"sequential", "sequential by copy_engine", "ring", "fused", "push"}
+    assert strategies(fusion, reference(H200, 2)) == every
     assert re.fullmatch(
         r"the allgather at .*test_candidates.py:\d+:\d+ is not overlapped: "
         "no tensor has a Stream axis to slice it along, and the program is sequential",
@@ -62,7 +64,8 @@ def test_the_reason_is_the_refusal_of_the_lowering() -> None:
     assert "handles only allgathers and reduce_scatters of rows, and allreduces" in refusals["ring"]
     assert "handles only allgathers and reduce_scatters of rows, and allreduces" in refusals["fused"]
     assert strategies(patterns.alltoall()) == {"sequential"}
-    assert strategies(patterns.row_parallel()) == {"sequential", "pipeline", "ring", "fused", "push"}
+    implemented = {"sequential by one_shot", "sequential by two_shot"}
+    assert strategies(patterns.row_parallel()) == {"sequential", *implemented, "pipeline", "ring", "fused", "push"}
 
 
 def test_a_fusion_without_communication_has_only_the_sequential_candidate() -> None:
@@ -88,8 +91,9 @@ def test_a_communication_that_one_candidate_overlaps_is_not_reported() -> None:
 def test_without_peer_access_only_candidates_with_collectives_remain(change: Mapping[str, str], reason: str) -> None:
     candidates = candidates_of(patterns.allgather_matmul().program(), replace(GPUS, **change))
     assert {c.strategy for c in candidates.programs} == {"sequential", "pipeline"}
-    assert not any(p.shares_memory for p in candidates.programs.values())
-    assert {it.candidate.strategy for it in candidates.impossible} == {"ring", "fused", "push"}
+    assert not any(shares_memory(p) for p in candidates.programs.values())
+    impossible = {"ring", "fused", "push", "sequential by copy_engine"}
+    assert {it.candidate.strategy for it in candidates.impossible} == impossible
     assert all(reason in it.reason and it.warn for it in candidates.impossible)
 
 

@@ -51,7 +51,7 @@ def test_explain_prints_the_choice_the_times_and_why_other_candidates_are_imposs
     assert "not possible:" in rest
     assert sum("no matmul has %b_full as its left side" in line for line in rest) == 3
     times = [line.split() for line in rest if line.startswith(("  sequential", "  pipeline"))]
-    assert len(times) == 6
+    assert len(times) == 8
 
 
 def test_the_columns_of_explain_are_aligned(capfd: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import (
     AllToAllOptions,
 )
 
-from hostir.ir.program import Program
+from hostir.ir.program import Program, shares_memory
 from hostir.ir.source import HostIRError
 from hostir.job.groups import Groups
 from hostir.job.links import headline
@@ -70,7 +70,7 @@ class CudaMachine:
         self.messages = groups.messages
         self.teams = [team for team in message_teams_of(program) if groups.rank in team]
         self.streams = workers(device, program.streams)
-        if program.shares_memory:  # each stream then follows the same stream of the previous call
+        if shares_memory(program):  # each stream then follows the same stream of the previous call
             self.streams = groups.streams.setdefault(program.digest, self.streams)
             self.timeouts = groups.timeouts.setdefault(program.digest, self.timeouts)
         self.cublas_streams: dict[int, CublasStreams] = {}
