@@ -25,7 +25,7 @@ from hostir.choice.choices import (
 from hostir.choice.cost import CostTask, tasks_of
 from hostir.choice.platforms import ELSEWHERE, SIMULATED, Platform, platform_here
 from hostir.choice.simulation import EAGER, GRAPH, estimates
-from hostir.ir.program import Program, shares_memory
+from hostir.ir.program import Program, shares_memory, uses_nccl
 from hostir.ir.sizes import binding
 from hostir.ir.source import (
     HostIRError,
@@ -367,7 +367,7 @@ def _estimate(
 def _timing(
     candidate: Candidate, program: Program, eager: float | None, graph: float | None, calls: str, symmetric: int
 ) -> Timing:
-    us = ranked_by(calls, eager, graph, captured_by_caller=_communicates([program]))
+    us = ranked_by(calls, eager, graph, captured_by_caller=uses_nccl(program))
     assert us is not None
     return Timing(candidate, us, eager, graph, symmetric)
 

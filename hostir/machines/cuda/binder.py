@@ -126,7 +126,7 @@ class CudaBinder:
         inlined: the handles of the collectives that have been bound to the caller's stream so far.
         marks: the handles that are events of a stream, and not torch's `Work` objects.
         switches: the steps that only make another stream the current one.
-        engine_copies: the buffers that copy engines copy to or from a peer.
+        engine_copies: the buffers that copy engines copy to or from symmetric memory.
         unnoticed: the number of steps at the beginning of a run that have no effect on peers or on the next run.
     """
 
@@ -139,7 +139,7 @@ class CudaBinder:
         self.one_sided = None if memory is None else CudaOneSided(context, memory)
         self.implementations: SymmetricCollectives | None = None
         if memory is not None and (WORKSPACE, context.unrolled.rank) in memory.flat:
-            self.implementations = SymmetricCollectives(context, memory, machine.groups.all_ranks().group_name)
+            self.implementations = SymmetricCollectives(context, memory, machine.groups.all_ranks)
         self.timeline = timeline
         self.steps: list[Step] = []
         self.ops: list[Op] = []
@@ -283,6 +283,7 @@ class CudaBinder:
     def add_collective(self, op: CollectiveOp) -> None:
         if op.by and self.implementations is not None:
             (self.inlined if self.implementations.inline else self.marks).add(op.handle)
+            self.engine_copies.update(self.context.unrolled.buffers[register] for register in (op.x, op.out))
             self.here(op, self.implementations.collective(op))
             return
         inline = op.handle in self.awaited_at_once

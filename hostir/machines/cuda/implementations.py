@@ -41,16 +41,16 @@ class SymmetricCollectives:
     Args:
         context: the plan.
         memory: the symmetric memory of the plan, with the workspace.
-        group: the name of the registered process group of all ranks.
+        all_ranks: returns the registered process group of all ranks.
 
     Fields:
         inline: True if the collectives run on the caller's stream.
     """
 
-    def __init__(self, context: PlanContext, memory: SharedMemory, group: str) -> None:
+    def __init__(self, context: PlanContext, memory: SharedMemory, all_ranks: Callable[[], Any]) -> None:
         self.context = context
         self.memory = memory
-        self.group = group
+        self.all_ranks = all_ranks
         ops = [op for op in context.unrolled.ops if isinstance(op, CollectiveOp) and op.by]
         self.inline = awaited_at_once(context.unrolled).issuperset(op.handle for op in ops)
 
@@ -107,7 +107,7 @@ class SymmetricCollectives:
             if is_aligned(x):  # then the kernel itself copies to the workspace
                 into(out, lambda out: from_anywhere(space, x, "sum", group, out))
             else:
-                space.copy_(x)
+                copy(space, x)
                 into(out, lambda out: from_memory(space, "sum", group, out))
 
         return run
@@ -118,16 +118,16 @@ class SymmetricCollectives:
             two_shot = self.operator(op, "two_shot_all_reduce_out")
 
             def run(x: torch.Tensor, out: torch.Tensor) -> None:
-                space.copy_(x)
+                copy(space, x)
                 into(out, lambda out: two_shot(space, "sum", group, out))
 
             return run
         in_place = self.operator(op, "two_shot_all_reduce_")
 
         def run_in_place(x: torch.Tensor, out: torch.Tensor) -> None:
-            space.copy_(x)
+            copy(space, x)
             in_place(space, "sum", group)
-            out.copy_(space)
+            copy(out, space)
 
         return run_in_place
 
@@ -135,7 +135,7 @@ class SymmetricCollectives:
         reduce_scatter, group, flat = self.operator(op, "reduce_scatter_out"), self.group, space.view(-1)
 
         def run(x: torch.Tensor, out: torch.Tensor) -> None:
-            space.copy_(x)
+            copy(space, x)
             into(out.view(-1), lambda out: reduce_scatter(flat, group, False, out))
 
         return run
@@ -160,16 +160,21 @@ class SymmetricCollectives:
             begun.record(stream)
             begun.wait(beside)
             with on(beside, stream):
-                blocks[rank].copy_(part)
+                copy(blocks[rank], part)
             copied.record(beside)
-            space.copy_(x)
+            copy(space, x)
             handle.barrier()  # all parts are in the workspaces
             for peer, theirs in peers:
-                blocks[peer].copy_(theirs)
+                copy(blocks[peer], theirs)
             handle.barrier()  # all ranks have read this rank's part
             copied.wait(stream)
 
         return run
+
+    @cached_property
+    def group(self) -> str:
+        """The name by which torch's operators find the symmetric memory of all ranks."""
+        return str(self.all_ranks().group_name)
 
     @cached_property
     def handle(self) -> Any:
@@ -200,6 +205,11 @@ def on(stream: torch.cuda.Stream, before: torch.cuda.Stream) -> Iterator[None]:
         torch.cuda.set_stream(before)
 
 
+def copy(out: torch.Tensor, x: torch.Tensor) -> None:
+    """Issue a copy to the current stream."""
+    out.copy_(x)
+
+
 def into(out: torch.Tensor, write: Callable[[torch.Tensor], object]) -> None:
     """Call `write` with `out`. If the kernels cannot write there, call it with new memory, and copy that to `out`."""
     if is_aligned(out):
@@ -207,7 +217,7 @@ def into(out: torch.Tensor, write: Callable[[torch.Tensor], object]) -> None:
         return
     aligned = torch.empty_like(out)
     write(aligned)
-    out.copy_(aligned)
+    copy(out, aligned)
 
 
 def is_aligned(x: torch.Tensor) -> bool:
