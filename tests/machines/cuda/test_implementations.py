@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +25,13 @@ from tests.machines.cuda.simulated_gpus import Gpus, Handle, Stream, gpus, plans
 from tests.machines.cuda.test_onesided import check_calls
 
 __all__ = ["gpus"]  # a fixture
+OPERATORS = (
+    "one_shot_all_reduce_copy_out",
+    "one_shot_all_reduce_out",
+    "two_shot_all_reduce_out",
+    "two_shot_all_reduce_",
+    "reduce_scatter_out",
+)
 
 
 class Kernels:
@@ -156,3 +164,118 @@ def test_calls_that_follow_each_other_at_once_are_right_in_every_order(
     text: Program, seed: int, executors: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_calls(text, gpus, seed, monkeypatch, calls=4, executors=executors)
+
+
+SLICES = """%y: f32[4, 8, 8] = allocate
+%user = current_stream
+for %s in 0..2 { set_stream %s   synchronize %user }
+for %i in 0..4 {
+  set_stream %i % 2
+  %x_i = select %x[%i]
+  %y_i = select %y[%i]
+  %h = allreduce %x_i -> %y_i over didx by one_shot
+  wait %h
+  relu %y_i -> %y_i
+}
+set_stream %user
+for %s in 0..2 { synchronize %s }"""
+
+
+def slices(by: str = "one_shot") -> Program:
+    body = SLICES.replace("one_shot", by)
+    return program(2, body, "f32[4, 8, 8] partial(didx)", "f32[4, 8, 8]", streams=2)
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("by", ["one_shot", "two_shot"])
+def test_collectives_on_several_streams_run_one_after_another(
+    by: str, seed: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_calls(slices(by), gpus, seed, monkeypatch, calls=2)
+
+
+def test_collectives_of_all_kinds_share_a_workspace_of_the_largest_operand(
+    gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = """%s: f32[2@didx, 64] = allocate
+%h = reduce_scatter %x -> %s over didx by one_shot
+wait %h
+%y: f32[2, 64] = allocate
+%g = allgather %s -> %y over didx by copy_engine
+wait %g"""
+    text = program(2, body, "f32[2, 64] partial(didx)", "f32[2, 64]")
+    for seed in range(8):
+        check_calls(text, gpus, seed, monkeypatch)
+    assert [unroll(text, rank, {}).memory[1] for rank in range(2)] == [512, 512]
+    (plan, _) = plans(gpus, text, [[torch.rand(2, 64)]] * 2, monkeypatch)
+    assert plan.memory is not None
+    assert plan.memory.flat[WORKSPACE, 0].numel() == 128
+    assert plan.memory.offers[0].buffers[0].place == WORKSPACE, "torch's operators need one offset on all ranks"
+
+
+def test_a_collective_may_run_in_place(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    for strategy in ("sequential by one_shot", "sequential by two_shot"):
+        text = hi.lower(patterns.row_parallel(2, S=1, M=8, K=8, N=8), strategy)
+        assert "as_partial" in str(text)
+        for seed in range(6):
+            check_calls(text, gpus, seed, monkeypatch)
+
+
+def shifted(x: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor at an address that torch's kernels cannot take."""
+    moved = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x)
+    assert not implementations.is_aligned(moved)
+    return moved
+
+
+@pytest.mark.parametrize("text", [reduced("one_shot", 2), reduced("two_shot", 2), scattered(2), gathered(2)])
+def test_inputs_at_addresses_that_the_kernels_cannot_take_are_copied(
+    text: Program, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seed in range(4):
+        check_calls(text, gpus, seed, monkeypatch, layout=shifted)
+
+
+@pytest.mark.parametrize("text", [reduced("one_shot", 2), reduced("two_shot", 2), reduced("two_shot", 3)])
+def test_results_at_addresses_that_the_kernels_cannot_take_are_copied(
+    text: Program, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    xs = [[torch.full((6, 8), rank + 1.0)] for rank in range(text.ranks)]
+    outs = [shifted(torch.zeros(6, 8)) for _ in xs]
+    for plan, x, out in zip(plans(gpus, text, xs, monkeypatch), xs, outs, strict=True):
+        gpus.current = Stream()
+        plan.run(x, [out])
+    gpus.run(Random(0))
+    assert all(torch.equal(out, sum(x for (x,) in xs)) for out in outs)
+
+
+def test_torch_without_an_operator_is_refused_at_the_statement(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    text = reduced("one_shot", 2)
+    op = next(op for op in unroll(text, 0, {}).ops if isinstance(op, CollectiveOp))
+    operator = partial(SymmetricCollectives.operator, SimpleNamespace(), op)
+    for name in OPERATORS:
+        assert callable(operator(name))
+    message = rf"torch {torch.__version__} has no operator symm_mem.none, which 'allreduce by one_shot' needs".replace(
+        "+", r"\+"
+    )
+    with pytest.raises(HostIRError, match=message):
+        operator("none")
+
+
+def test_the_operators_are_not_those_that_install_takes_over() -> None:
+    from hostir.torch.installing import TAKEN_OVER
+
+    assert not {f"symm_mem::{name}" for name in OPERATORS} & {operator.name for operator in TAKEN_OVER}
+
+
+def test_an_executor_captures_these_collectives_but_not_those_of_nccl() -> None:
+    text = reduced("two_shot", 2)
+    assert uniform_only(unroll(text, 0, {})) == ""
+    nccl = hi.parse(str(text).replace(" by two_shot", ""))
+    assert "goes through NCCL" in uniform_only(unroll(nccl, 0, {}))
+
+
+def test_a_group_with_other_ranks_than_the_program_is_refused(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(HostIRError, match=r"needs the symmetric memory of exactly the 2 ranks of @p, and there are 3"):
+        plans(gpus, reduced("one_shot", 2), [[torch.rand(6, 8)]] * 3, monkeypatch)
