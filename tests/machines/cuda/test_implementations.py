@@ -167,18 +167,22 @@ def test_calls_that_follow_each_other_at_once_are_right_in_every_order(
 
 
 SLICES = """%y: f32[4, 8, 8] = allocate
+%z: f32[4, 8, 8] partial(didx) = allocate
 %user = current_stream
 for %s in 0..2 { set_stream %s   synchronize %user }
 for %i in 0..4 {
   set_stream %i % 2
   %x_i = select %x[%i]
   %y_i = select %y[%i]
-  %h = allreduce %x_i -> %y_i over didx by one_shot
+  %z_i = select %z[%i]
+  add %x_i, %x_i -> %z_i
+  %h = allreduce %z_i -> %y_i over didx by one_shot
   wait %h
   relu %y_i -> %y_i
 }
 set_stream %user
-for %s in 0..2 { synchronize %s }"""
+for %s in 0..2 { synchronize %s }
+free %z"""
 
 
 def slices(by: str = "one_shot") -> Program:
