@@ -328,7 +328,9 @@ class ReduceScatter(Implemented):
     def verify_by(self) -> None:
         super().verify_by()
         if self.by and (ranks := self.mesh.size(self.over)) not in (1, 2, 4, 8):
-            raise self.fail(f"reduce_scatter by {self.by} among {ranks} ranks", expected="2, 4 or 8 ranks", hint=BY_NCCL)
+            raise self.fail(
+                f"reduce_scatter by {self.by} among {ranks} ranks", expected="2, 4 or 8 ranks", hint=BY_NCCL
+            )
 
     def fits(self, x: TensorType, out: TensorType) -> bool:
         summed = _summed(x, self.over).host()

@@ -289,11 +289,13 @@ class CudaBinder:
         inline = op.handle in self.awaited_at_once
         if inline:
             self.inlined.add(op.handle)
-        self.here(op, collective(op, self.context.registers, *self.machine.groups.of(op.team), inline))
+        start = collective(op, self.context.registers, *self.machine.groups.of(op.team), inline)
+        self.here(op, self.implementations.in_order(op, start) if self.implementations and not inline else start)
 
     def add_messages(self, op: MessagesOp) -> None:
         groups = self.machine.groups if op.collective else self.machine.messages
-        self.here(op, messages(op, self.context.registers, *groups.of(op.team), self.context.device))
+        start = messages(op, self.context.registers, *groups.of(op.team), self.context.device)
+        self.here(op, self.implementations.in_order(op, start) if self.implementations and op.collective else start)
 
     def add_wait(self, op: WaitOp) -> None:
         registers, streams, handle, stream = self.context.registers, self.context.streams, op.handle, op.stream

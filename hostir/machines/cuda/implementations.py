@@ -2,7 +2,8 @@
 
 All such collectives of a program and kind of sizes share one workspace in symmetric memory, and the signal pads that
 torch keeps with it. So they run one after another. If the next operation awaits each of them, they run on the caller's
-stream. Otherwise they run on a separate stream, like the collectives of NCCL.
+stream. Otherwise they run on a separate stream, like the collectives of NCCL. Collectives of NCCL among the same ranks
+then follow that stream, too, because the collectives of a team must start in the order in which they are issued.
 
 `one_shot` and `two_shot` call operators of `torch.ops.symm_mem` that `hostir.torch.install` leaves to torch.
 `copy_engine` makes the barriers and copies of torch's `_low_contention_all_gather`. That operator returns a new tensor,
@@ -28,7 +29,7 @@ from hostir.machines.binding import Step
 from hostir.machines.cuda.context import PlanContext
 from hostir.machines.cuda.nccl import awaited_at_once
 from hostir.machines.cuda.streams import current, own_stream
-from hostir.plan.operations import CollectiveOp
+from hostir.plan.operations import CollectiveOp, MessagesOp
 
 Run = Callable[[torch.Tensor, torch.Tensor], object]  # issues a collective from `x` to `out` to the current stream
 PAIRED = (2, 4, 8)  # the numbers of ranks for which torch has a two-shot kernel with a separate result
@@ -72,6 +73,26 @@ class SymmetricCollectives:
                 run(registers[x], registers[out])
             ended.record(apart)
             registers[handle] = ended
+
+        return step
+
+    def in_order(self, op: CollectiveOp | MessagesOp, start: Step) -> Step:
+        """Return the step that starts a communication of NCCL in the order of the collectives of all ranks.
+
+        `start` starts the communication on the current stream, and puts torch's `Work` object into the register of the
+        handle.
+        """
+        if self.inline or len(op.team) < self.context.unrolled.program.ranks:
+            return start
+        registers, streams, handle = self.context.registers, self.context.streams, op.handle
+        apart, begun = self.stream("apart"), torch.cuda.Event()
+
+        def step() -> None:
+            begun.record(streams[op.stream])
+            begun.wait(apart)
+            with on(apart, streams[op.stream]):
+                start()
+                registers[handle].wait()  # makes only the stream wait
 
         return step
 

@@ -15,13 +15,14 @@ import hostir as hi
 from examples import patterns
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
+from hostir.job.groups import Groups
 from hostir.job.offers import WORKSPACE
 from hostir.machines.cuda import implementations
 from hostir.machines.cuda.graphs import uniform_only
 from hostir.machines.cuda.implementations import SymmetricCollectives
 from hostir.plan.operations import CollectiveOp
 from hostir.plan.unroll import unroll
-from tests.machines.cuda.simulated_gpus import Gpus, Handle, Stream, gpus, plans
+from tests.machines.cuda.simulated_gpus import Event, Gpus, Handle, Stream, gpus, plans
 from tests.machines.cuda.test_onesided import check_calls
 
 __all__ = ["gpus"]  # a fixture
@@ -283,3 +284,66 @@ def test_an_executor_captures_these_collectives_but_not_those_of_nccl() -> None:
 def test_a_group_with_other_ranks_than_the_program_is_refused(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(HostIRError, match=r"needs the symmetric memory of exactly the 2 ranks of @p, and there are 3"):
         plans(gpus, reduced("one_shot", 2), [[torch.rand(6, 8)]] * 3, monkeypatch)
+
+
+class Nccl:
+    """Models the process group of all ranks on one rank: its communications run on a stream of their own."""
+
+    def __init__(self, gpus: Gpus, rank: int, ranks: int, issued: dict[int, list[torch.Tensor]]) -> None:
+        self.gpus, self.rank, self.ranks, self.issued = gpus, rank, ranks, issued
+        self.stream, self.number = Stream(), 0
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> Nccl:
+        (x,), everyone = tensors, self.issued.setdefault(self.number, [])
+        self.number += 1
+        self.stream.wait_stream(self.gpus.current)
+        self.stream.add(lambda: everyone.append(x.clone()))
+        self.stream.add(lambda: x.copy_(sum(everyone)), lambda: len(everyone) == self.ranks)
+        self.ended = Event()
+        self.ended.record(self.stream)
+        return self
+
+    def wait(self) -> None:
+        self.ended.wait(self.gpus.current)
+
+
+IN_ORDER = """hostir 1
+mesh @mesh [didx] = 0 1
+program @p(%x: f32[2@didx, 4], %v: f32[4] partial(didx)) -> (%y, %z) streams 1 {
+  %user = current_stream
+  %r = rank of %x over didx
+  %mine: f32[1, 4] = allocate_symmetric
+  %y: f32[2, 4] = allocate
+  %z: f32[4] = allocate
+  %w: f32[4] = allocate
+  %t: f32[2@didx, 4] = allocate
+  set_stream 0
+  synchronize %user
+  for %i in 0..30 { copy %x -> %t }  // rank 0 may be far ahead of rank 1 on the caller's stream
+  put %x -> %mine at %r over didx
+  %a = allreduce %v -> %w over didx
+  set_stream %user
+  %b = allreduce %v -> %z over didx by one_shot
+  wait %b  // so %a has started on all ranks, and every part is there
+  for %i in 0..2 {
+    %y_i = chunk %y[%i of 2]
+    get %mine from %i over didx -> %y_i
+  }
+  wait %a
+  synchronize 0
+  free %w
+  free %t
+  barrier of %mine over didx
+}
+"""
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_collective_starts_after_earlier_collectives_of_nccl(
+    seed: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    issued: dict[int, list[torch.Tensor]] = {}
+    groups = {rank: Nccl(gpus, rank, 2, issued) for rank in range(2)}
+    monkeypatch.setattr(Groups, "of", lambda self, team: (groups[self.rank], tuple(sorted(team))))
+    assert hi.check(hi.parse(IN_ORDER)) == []
+    check_calls(hi.parse(IN_ORDER), gpus, seed, monkeypatch, calls=1)
