@@ -6,11 +6,11 @@ Streams copy to and from a peer's memory with copy engines, set flags in it, and
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -112,6 +112,7 @@ class PeerMemory:
         Returns the reason why the GPU does not become idle; empty if the GPU is idle.
         """
         streams, began, problems = calling_streams(self.device), time.monotonic(), list[str]()
+        streams += [kept for memory in memories for kept in memory.kept.values() if isinstance(kept, torch.cuda.Stream)]
 
         def is_busy() -> bool:
             """Return True if the GPU works, or if NCCL is being aborted."""
@@ -132,11 +133,11 @@ class PeerMemory:
             while must_wait(PATIENT):
                 time.sleep(PAUSE)
             if is_busy():
-                self.raise_flags(memories, functools.partial(must_wait, RAISING))
+                self.raise_flags(memories, partial(must_wait, RAISING))
             waiting = is_busy()
             aborting.start()
             if waiting:
-                self.raise_flags(memories, functools.partial(must_wait, ABORTED))
+                self.raise_flags(memories, partial(must_wait, ABORTED))
             while must_wait(ABORTED):
                 time.sleep(PAUSE)
             if is_busy():
@@ -163,8 +164,8 @@ class PeerMemory:
                 memory.overwrite(self.rank, self.nans)
         issue, issued = in_batches(raised_flags(self.rank, memories)), torch.cuda.Event()
         pads = [pad for memory in memories for pad in self.signal_pads(memory)]
-        of_pads = [[torch.full_like(pad, state, device="cpu", pin_memory=True) for pad in pads] for state in (1, 0)]
-        states = itertools.cycle(of_pads)
+        on_host = partial(torch.full_like, device="cpu", pin_memory=self.device.type == "cuda")
+        states = itertools.cycle([[on_host(pad, state) for pad in pads] for state in (1, 0)])
         while needed():
             if issued.query():
                 issue(aside.cuda_stream)

@@ -23,9 +23,10 @@ from hostir.machines.cuda.implementations import SymmetricCollectives
 from hostir.plan.operations import CollectiveOp
 from hostir.plan.unroll import unroll
 from tests.machines.cuda.simulated_gpus import Event, Gpus, Handle, Stream, gpus, plans
+from tests.machines.cuda.test_midway import Job, impatient
 from tests.machines.cuda.test_onesided import check_calls
 
-__all__ = ["gpus"]  # a fixture
+__all__ = ["gpus", "impatient"]  # fixtures
 OPERATORS = (
     "one_shot_all_reduce_copy_out",
     "one_shot_all_reduce_out",
@@ -347,3 +348,22 @@ def test_a_collective_starts_after_earlier_collectives_of_nccl(
     monkeypatch.setattr(Groups, "of", lambda self, team: (groups[self.rank], tuple(sorted(team))))
     assert hi.check(hi.parse(IN_ORDER)) == []
     check_calls(hi.parse(IN_ORDER), gpus, seed, monkeypatch, calls=1)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("text", [slices(), reduced("two_shot", 3), gathered(2)])
+def test_kernels_that_wait_for_a_lost_call_end_and_later_calls_are_right(
+    text: Program, seed: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch, impatient: None
+) -> None:
+    job, random = Job(text, gpus, monkeypatch), Random(seed)
+    job.check(random, lambda rank: 0)
+    lost = random.randrange(text.ranks)
+    for rank in range(text.ranks):
+        if rank != lost:
+            job.run(rank, 0)
+    gpus.advance()
+    assert any(stream.tasks for stream in gpus.streams), "the other ranks wait"
+    job.renew()
+    assert not any(stream.tasks for stream in gpus.streams)
+    assert not any(pad.any() for pad in gpus.pads.values())
+    job.check(random, lambda rank: 1)
