@@ -20,18 +20,19 @@ SMALL_COPY = 3.0  # microseconds of a copy of few bytes within the GPU
 def implemented(transfer: CostTransfer, hardware: Hardware) -> float | None:
     """Return the microseconds of a collective that NCCL does not run; None if NCCL runs it.
 
-    All implementations first copy the operand to symmetric memory.
+    The operand is first copied to the workspace, unless it lies there.
     """
     keyword, _, by = transfer.collective.partition(" by ")
     size, ranks = transfer.bytes / 1e3, transfer.ranks  # kilobytes, so that a rate in GB/s gives microseconds
-    copied = SMALL_COPY + 2 * size / hardware.memory
+    copied = 0.0 if transfer.in_workspace else SMALL_COPY + 2 * size / hardware.memory
     if by == ONE_SHOT and keyword == "allreduce":
-        return KERNEL + 2 * size / hardware.memory + (ranks - 1) * size / READ  # its kernel makes the copy
+        in_kernel = max(copied - SMALL_COPY, 0.0)  # the kernel makes the copy
+        return KERNEL + in_kernel + (ranks - 1) * size / READ
     if by in (ONE_SHOT, TWO_SHOT):
         steps = 2 if by == TWO_SHOT else 1
         return copied + KERNEL + size * (steps * (ranks - 1) + 0.5) / ranks / MOVE
     if by == COPY_ENGINE:
         part = size / ranks
-        to_workspace = SMALL_COPY + 2 * part / hardware.memory
+        to_workspace = 0.0 if transfer.in_workspace else SMALL_COPY + 2 * part / hardware.memory
         return to_workspace + 2 * KERNEL + (ranks - 1) * (hardware.copy + part / hardware.link)
     return None

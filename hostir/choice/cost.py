@@ -18,6 +18,7 @@ from hostir.ir.program import Program
 from hostir.ir.types import FP8
 from hostir.kernels.matmul.tiles import MIN_OWN_ROWS, Gemm
 from hostir.machines.pushes import PushedProduct, Pushes
+from hostir.plan.lifetimes import workspace_buffers
 from hostir.plan.operations import (
     CALLER,
     NONE,
@@ -84,11 +85,13 @@ class CostTransfer:
         collective: the keyword of the collective, with its implementation if NCCL does not run it, or `messages`.
         bytes: the number of bytes of the gathered, summed or exchanged tensor.
         ranks: the number of ranks of the team.
+        in_workspace: True if the operand already lies in the workspace that the implementation reads.
     """
 
     collective: str
     bytes: int
     ranks: int
+    in_workspace: bool = False
 
 
 @dataclass(frozen=True)
@@ -240,6 +243,7 @@ class RankTasks:
         self.last: dict[Any, CostTask] = {}  # the latest task of each lane
         self.communications: dict[int, CostTask] = {}  # by the handle of the communication
         self.counts: Counter[Any] = Counter()  # the number of collectives and barriers of each team so far
+        self.in_workspace = workspace_buffers(unrolled)
         self.stream = CALLER
         self.launches: dict[str, int] = {}  # the operations that the host has issued since the latest task
         runs = Pushes.of(unrolled)
@@ -337,10 +341,11 @@ class RankTasks:
     def collective(self, op: CollectiveOp) -> None:
         name = f"{op.communication} by {op.by}" if op.by else op.communication
         largest = max(self.registers.bytes[op.x], self.registers.bytes[op.out])
-        if op.by in (ONE_SHOT, TWO_SHOT):  # two operators of torch: a copy and a kernel
+        there = bool(op.by) and self.unrolled.buffers[op.x] in self.in_workspace
+        if op.by in (ONE_SHOT, TWO_SHOT) and not there:  # two operators of torch: a copy and a kernel
             self.launch("compute")
         launch = "compute" if op.by in (ONE_SHOT, TWO_SHOT) else "communicate"
-        task = self.communicate(op, CostTransfer(name, largest, len(op.team)), launch=launch)
+        task = self.communicate(op, CostTransfer(name, largest, len(op.team), there), launch=launch)
         self.meet(task, "communication", op.team)
 
     def messages(self, op: MessagesOp) -> None:

@@ -5,10 +5,10 @@ The loop has one round for each slice along the Stream axis.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 
-from hostir.ir.comm_ops import Communication, Implemented, check_team
+from hostir.ir.comm_ops import AllReduce, Communication, Implemented, check_team
 from hostir.ir.host_ops import For
 from hostir.ir.op import REGISTRY, Ref, Statement, Value
 from hostir.ir.program import Program, rewrite
@@ -37,36 +37,37 @@ class Sequential(Pass):
     by: str = ""
 
     def run(self, program: Program) -> Program:
-        sequential = build(program, [])
-        return implemented(sequential, self.by) if self.by else sequential
+        if not self.by:
+            return build(program, [])
+        # An operand with memory of its own may be computed in symmetric memory.
+        apart = {s.out.name for s in program.body if isinstance(s, AllReduce) and not self.refusal(s, program)}
+        host, refusals = build(program, [], apart), list[HostIRError]()
 
+        def change(s: Statement) -> tuple[Statement, ...]:
+            if not isinstance(s, Implemented) or self.by not in s.implementations:
+                return (s,)
+            if refusal := self.refusal(s, program):
+                refusals.append(refusal)
+                return (s,)
+            return (replace(s, by=self.by),)
 
-def implemented(program: Program, by: str) -> Program:
-    """Return a host program in which the implementation `by` runs all collectives that it can run.
+        changed = host.with_body(rewrite(host.body, change))
+        if changed != host:
+            return changed
+        if refusals:
+            raise refusals[0]
+        names = " or ".join(name for name, s in REGISTRY.items() if self.by in getattr(s, "implementations", ()))
+        raise error(f"@{program.name} has no collective that {self.by} can run", expected=f"a fusion with {names}")
 
-    Raise HostIRError if it can run none of them.
-    """
-    refusals: list[HostIRError] = []
-
-    def change(s: Statement) -> tuple[Statement, ...]:
-        if not isinstance(s, Implemented) or by not in s.implementations:
-            return (s,)
+    def refusal(self, s: Implemented, program: Program) -> HostIRError | None:
+        """Return the reason why `by` cannot run a collective of a program; None if it can."""
         try:
-            changed = replace(s, by=by)
+            changed = replace(s, by=self.by, handle=s.handle or Value("h", Kind.HANDLE))
             check_team(changed, program.ranks)
             changed.verify()
         except HostIRError as refusal:
-            refusals.append(refusal)
-            return (s,)
-        return (changed,)
-
-    changed = program.with_body(rewrite(program.body, change))
-    if changed != program:
-        return changed
-    if refusals:
-        raise refusals[0]
-    names = " and ".join(name for name, s in REGISTRY.items() if by in getattr(s, "implementations", ()))
-    raise error(f"@{program.name} has no collective that {by} can run", expected=f"a fusion with {names}")
+            return refusal
+        return None
 
 
 @dataclass(frozen=True)
@@ -105,9 +106,13 @@ def with_reasons(program: Program, reasons: Mapping[str, str]) -> Program:
     return program.with_body(body)
 
 
-def build(program: Program, loops: list[SlicedGroup]) -> Program:
-    """Return the host program that runs the groups `loops` in loops, and the rest of the fusion unsliced."""
+def build(program: Program, loops: list[SlicedGroup], apart: Set[str] = frozenset()) -> Program:
+    """Return the host program that runs the groups `loops` in loops, and the rest of the fusion unsliced.
+
+    `apart` holds the results of allreduces that do not share memory with their operand.
+    """
     host = Host(program)
+    host.apart |= apart
     for step in schedule(program.body, loops):
         if isinstance(step, SlicedGroup):
             host.body.append(loop(host, step))

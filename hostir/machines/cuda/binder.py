@@ -21,10 +21,10 @@ from hostir.machines.cuda.copies import CopySteps
 from hostir.machines.cuda.credits import CallBoundary, uses_flags
 from hostir.machines.cuda.flags import CudaFlags
 from hostir.machines.cuda.implementations import SymmetricCollectives
-from hostir.machines.cuda.nccl import awaited_at_once, collective, messages
+from hostir.machines.cuda.nccl import collective, messages
 from hostir.machines.cuda.streams import join, record, wait
 from hostir.machines.cuda.timeline import Timeline
-from hostir.plan.lifetimes import late_streams
+from hostir.plan.lifetimes import awaited_at_once, late_streams
 from hostir.plan.operations import (
     CALLER,
     AllocateOp,
@@ -212,7 +212,10 @@ class CudaBinder:
         return step
 
     def add_allocate(self, op: AllocateOp) -> None:
-        self.here(op, bind_allocate(op, self.context.registers, self.context.device))
+        if self.implementations is not None and op.out in self.implementations.buffers:
+            self.context.registers[op.out] = self.implementations.space(op.out)
+        else:
+            self.here(op, bind_allocate(op, self.context.registers, self.context.device))
 
     def add_symmetric(self, op: SymmetricOp) -> None:
         """Put a symmetric buffer into its register now, and add no step, because every run uses the same buffer."""

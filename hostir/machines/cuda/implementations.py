@@ -1,9 +1,12 @@
 """Collectives by torch's symmetric memory instead of NCCL: the implementations that a collective names with `by`.
 
 All such collectives of a program and kind of sizes share one workspace in symmetric memory, and the signal pads that
-torch keeps with it. So they run one after another. If the next operation awaits each of them, they run on the caller's
-stream. Otherwise they run on a separate stream, like the collectives of NCCL. Collectives of NCCL among the same ranks
-then follow that stream, too, because the collectives of a team must start in the order in which they are issued.
+torch keeps with it. So they run one after another. An operand is computed in the workspace if nothing else needs the
+workspace meanwhile. Otherwise it is copied there.
+
+If the next operation awaits each of these collectives, they run on the caller's stream. Otherwise they run on a
+separate stream, like the collectives of NCCL. Collectives of NCCL among the same ranks then follow that stream, too,
+because the collectives of a team must start in the order in which they are issued.
 
 `one_shot` and `two_shot` call operators of `torch.ops.symm_mem` that `hostir.torch.install` leaves to torch.
 `copy_engine` makes the barriers and copies of torch's `_low_contention_all_gather`. That operator returns a new tensor,
@@ -14,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from typing import Any
 
@@ -27,8 +30,8 @@ from hostir.job.symmetric import SharedMemory
 from hostir.kernels.dtypes import torch_dtype
 from hostir.machines.binding import Step
 from hostir.machines.cuda.context import PlanContext
-from hostir.machines.cuda.nccl import awaited_at_once
 from hostir.machines.cuda.streams import current, own_stream
+from hostir.plan.lifetimes import awaited_at_once, workspace_buffers
 from hostir.plan.operations import CollectiveOp, MessagesOp
 
 Run = Callable[[torch.Tensor, torch.Tensor], object]  # issues a collective from `x` to `out` to the current stream
@@ -46,6 +49,7 @@ class SymmetricCollectives:
 
     Fields:
         inline: True if the collectives run on the caller's stream.
+        buffers: the buffers of the program that lie in the workspace.
     """
 
     def __init__(self, context: PlanContext, memory: SharedMemory, all_ranks: Callable[[], Any]) -> None:
@@ -54,6 +58,7 @@ class SymmetricCollectives:
         self.all_ranks = all_ranks
         ops = [op for op in context.unrolled.ops if isinstance(op, CollectiveOp) and op.by]
         self.inline = awaited_at_once(context.unrolled).issuperset(op.handle for op in ops)
+        self.buffers = workspace_buffers(context.unrolled)
 
     def collective(self, op: CollectiveOp) -> Step:
         """Return the step that starts a collective.
@@ -111,42 +116,51 @@ class SymmetricCollectives:
             ("reduce_scatter", ONE_SHOT): self.scattered,
             ("allgather", COPY_ENGINE): self.copied,
         }
-        return make[op.communication, op.by](op, self.space(op))
+        return make[op.communication, op.by](op, self.space(op.x))
 
-    def space(self, op: CollectiveOp) -> torch.Tensor:
-        """Return the beginning of the workspace, with the shape and the dtype of the operand of a collective."""
+    def space(self, register: int) -> torch.Tensor:
+        """Return the beginning of the workspace, with the shape and the dtype of the tensor in a register."""
         unrolled = self.context.unrolled
-        x = unrolled.layouts[op.x]
+        x = unrolled.layouts[register]
         flat = self.memory.flat[WORKSPACE, unrolled.rank].view(torch_dtype(unrolled.dtypes[x.buffer]))
         return flat[: prod(x.shape)].view(x.shape)
+
+    def is_there(self, op: CollectiveOp) -> bool:
+        """Return True if the operand of a collective already lies in the workspace."""
+        return self.context.unrolled.buffers[op.x] in self.buffers
+
+    def fill(self, op: CollectiveOp, space: torch.Tensor) -> Callable[[torch.Tensor], object]:
+        """Return a function that copies the operand of a collective to the workspace, unless it lies there."""
+        return (lambda x: None) if self.is_there(op) else partial(copy, space)
 
     def one_shot(self, op: CollectiveOp, space: torch.Tensor) -> Run:
         from_memory = self.operator(op, "one_shot_all_reduce_out")
         from_anywhere, group = self.operator(op, "one_shot_all_reduce_copy_out"), self.group
+        fill, is_there = self.fill(op, space), self.is_there(op)
 
         def run(x: torch.Tensor, out: torch.Tensor) -> None:
-            if is_aligned(x):  # then the kernel itself copies to the workspace
+            if not is_there and is_aligned(x):  # then the kernel itself copies to the workspace
                 into(out, lambda out: from_anywhere(space, x, "sum", group, out))
             else:
-                copy(space, x)
+                fill(x)
                 into(out, lambda out: from_memory(space, "sum", group, out))
 
         return run
 
     def two_shot(self, op: CollectiveOp, space: torch.Tensor) -> Run:
-        group = self.group
+        group, fill = self.group, self.fill(op, space)
         if len(op.team) in PAIRED:
             two_shot = self.operator(op, "two_shot_all_reduce_out")
 
             def run(x: torch.Tensor, out: torch.Tensor) -> None:
-                copy(space, x)
+                fill(x)
                 into(out, lambda out: two_shot(space, "sum", group, out))
 
             return run
         in_place = self.operator(op, "two_shot_all_reduce_")
 
         def run_in_place(x: torch.Tensor, out: torch.Tensor) -> None:
-            copy(space, x)
+            fill(x)
             in_place(space, "sum", group)
             copy(out, space)
 
@@ -154,9 +168,10 @@ class SymmetricCollectives:
 
     def scattered(self, op: CollectiveOp, space: torch.Tensor) -> Run:
         reduce_scatter, group, flat = self.operator(op, "reduce_scatter_out"), self.group, space.view(-1)
+        fill = self.fill(op, space)
 
         def run(x: torch.Tensor, out: torch.Tensor) -> None:
-            copy(space, x)
+            fill(x)
             into(out.view(-1), lambda out: reduce_scatter(flat, group, False, out))
 
         return run
@@ -166,7 +181,7 @@ class SymmetricCollectives:
 
         The ranks copy in different orders, so that no two of them read from one rank at a time.
         """
-        handle, rank, ranks = self.handle, self.context.unrolled.rank, len(op.team)
+        handle, rank, ranks, fill = self.handle, self.context.unrolled.rank, len(op.team), self.fill(op, space)
         order = [(rank - step) % ranks for step in range(1, ranks)]
         peers = [(peer, handle.get_buffer(peer, space.shape, space.dtype).view(-1)) for peer in order]
         device, beside, begun, copied = (
@@ -183,7 +198,7 @@ class SymmetricCollectives:
             with on(beside, stream):
                 copy(blocks[rank], part)
             copied.record(beside)
-            copy(space, x)
+            fill(x)
             handle.barrier()  # all parts are in the workspaces
             for peer, theirs in peers:
                 copy(blocks[peer], theirs)

@@ -20,6 +20,7 @@ from hostir.job.offers import WORKSPACE
 from hostir.machines.cuda import implementations
 from hostir.machines.cuda.graphs import uniform_only
 from hostir.machines.cuda.implementations import SymmetricCollectives
+from hostir.plan.lifetimes import workspace_buffers
 from hostir.plan.operations import CollectiveOp
 from hostir.plan.unroll import unroll
 from tests.machines.cuda.simulated_gpus import Event, Gpus, Handle, Stream, gpus, plans
@@ -219,12 +220,93 @@ wait %g"""
     assert plan.memory.offers[0].buffers[0].place == WORKSPACE, "torch's operators need one offset on all ranks"
 
 
-def test_a_collective_may_run_in_place(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    for strategy in ("sequential by one_shot", "sequential by two_shot"):
-        text = hi.lower(patterns.row_parallel(2, S=1, M=8, K=8, N=8), strategy)
-        assert "as_partial" in str(text)
-        for seed in range(6):
-            check_calls(text, gpus, seed, monkeypatch)
+@pytest.mark.parametrize("by", ["one_shot", "two_shot"])
+def test_a_collective_may_run_in_place(by: str, gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = f"""%y: f32[6, 8] = allocate
+%p = as_partial %y over didx
+add %x, %x -> %p
+%h = allreduce %p -> %y over didx by {by}
+wait %h"""
+    for seed in range(6):
+        check_calls(program(2, body, "f32[6, 8] partial(didx)", "f32[6, 8]"), gpus, seed, monkeypatch)
+
+
+@pytest.mark.parametrize("by", ["one_shot", "two_shot"])
+@pytest.mark.parametrize("pattern", [patterns.row_parallel, patterns.mlp_replicated])
+def test_an_operand_is_computed_in_the_workspace(
+    by: str, pattern: Callable[..., hi.Fusion], gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = hi.lower(pattern(2, 1, 8, 8, 16), f"sequential by {by}")
+    copied: list[torch.Tensor] = []
+    monkeypatch.setattr(implementations, "copy", lambda out, x: copied.append(x))
+    monkeypatch.setattr(Kernels, "one_shot_all_reduce_copy_out", None)
+    for seed in range(6):
+        check_calls(text, gpus, seed, monkeypatch, calls=4, executors=2)
+    assert not copied
+
+
+@pytest.mark.parametrize(
+    ("lines", "in_workspace"),
+    [
+        (["%p: P = allocate", "add %x, %x -> %p", "REDUCE %p -> %y", "free %p"], 1),
+        (["%p = as_partial %y over didx", "add %x, %x -> %p", "REDUCE %p -> %y"], 0),
+        (["REDUCE %x -> %y"], 0),
+        (
+            [
+                "%p: P = allocate",
+                "add %x, %x -> %p",
+                "REDUCE %p -> %y",
+                "%q = as_partial %y over didx",
+                "copy %p -> %q",
+                "free %p",
+            ],
+            0,
+        ),
+        (
+            [
+                "%p: P = allocate",
+                "%q: P = allocate",
+                "add %x, %x -> %p",
+                "add %x, %x -> %q",
+                "%z: f32[6, 8] = allocate",
+                "REDUCE %p -> %z",
+                "REDUCE %q -> %y",
+                "free %p",
+                "free %q",
+                "free %z",
+            ],
+            1,
+        ),
+        (
+            [
+                "%p: P = allocate",
+                "%z: f32[6, 8] = allocate",
+                "add %x, %x -> %p",
+                "REDUCE %p -> %z",
+                "add %x, %x -> %p",
+                "REDUCE %p -> %y",
+                "free %p",
+                "free %z",
+            ],
+            0,
+        ),
+    ],
+    ids=["computed for it", "in place", "an input", "read later", "two at a time", "used twice"],
+)
+def test_only_operands_that_nothing_else_needs_lie_in_the_workspace(
+    lines: list[str], in_workspace: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body, count = ["%y: f32[6, 8] = allocate"], 0
+    for line in lines:
+        if line.startswith("REDUCE"):
+            count += 1
+            body += [f"%h{count} = allreduce{line.removeprefix('REDUCE')} over didx by two_shot", f"wait %h{count}"]
+        else:
+            body.append(line.replace(": P", ": f32[6, 8] partial(didx)"))
+    text = program(2, "\n".join(body), "f32[6, 8] partial(didx)", "f32[6, 8]")
+    assert len(workspace_buffers(unroll(text, 0, {}))) == in_workspace
+    for seed in range(8):
+        check_calls(text, gpus, seed, monkeypatch)
 
 
 def shifted(x: torch.Tensor) -> torch.Tensor:
