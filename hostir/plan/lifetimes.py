@@ -114,13 +114,16 @@ def workspace_buffers(unrolled: UnrolledProgram) -> frozenset[int]:
     The program allocates such a buffer, and a collective that names an implementation reads all of it. No operation
     uses the buffer after the collective started, because the collective may overwrite the workspace. No other such
     collective uses the workspace between the first use of the buffer and this collective. The result is empty if one of
-    these collectives may run beside other operations.
+    these collectives may run beside other operations, or if ranks may do different things: the result must be the same
+    on all ranks.
     """
     collectives = {at: op for at, op in enumerate(unrolled.ops) if isinstance(op, CollectiveOp) and op.by}
+    if not collectives or any(s.conditional for s in unrolled.program.walk()):
+        return frozenset()
     if not awaited_at_once(unrolled).issuperset(op.handle for op in collectives.values()):
         return frozenset()
     uses: dict[int, list[int]] = {}
-    for at, op in enumerate(unrolled.ops if collectives else ()):
+    for at, op in enumerate(unrolled.ops):
         for register in (*op.reads, *op.writes):
             uses.setdefault(unrolled.buffers[register], []).append(at)
     kept = {unrolled.buffers[output] for output in unrolled.outputs}

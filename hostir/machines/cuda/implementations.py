@@ -134,16 +134,22 @@ class SymmetricCollectives:
         return (lambda x: None) if self.is_there(op) else partial(copy, space)
 
     def one_shot(self, op: CollectiveOp, space: torch.Tensor) -> Run:
-        from_memory = self.operator(op, "one_shot_all_reduce_out")
-        from_anywhere, group = self.operator(op, "one_shot_all_reduce_copy_out"), self.group
-        fill, is_there = self.fill(op, space), self.is_there(op)
+        """Return a function that issues a one-shot all-reduce.
+
+        Unless the operand lies in the workspace, the kernel itself copies it there. All ranks call the same operator,
+        because only the kernel that copies orders its reads after the copies of peers.
+        """
+        group = self.group
+        if self.is_there(op):
+            one_shot = self.operator(op, "one_shot_all_reduce_out")
+            return lambda x, out: into(out, lambda out: one_shot(space, "sum", group, out))
+        copy_first = self.operator(op, "one_shot_all_reduce_copy_out")
 
         def run(x: torch.Tensor, out: torch.Tensor) -> None:
-            if not is_there and is_aligned(x):  # then the kernel itself copies to the workspace
-                into(out, lambda out: from_anywhere(space, x, "sum", group, out))
-            else:
-                fill(x)
-                into(out, lambda out: from_memory(space, "sum", group, out))
+            aligned = x if is_aligned(x) else torch.empty_like(x)
+            if aligned is not x:
+                copy(aligned, x)
+            into(out, lambda out: copy_first(space, aligned, "sum", group, out))
 
         return run
 

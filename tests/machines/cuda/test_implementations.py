@@ -67,9 +67,12 @@ class Kernels:
     def one_shot_all_reduce_copy_out(self, space: torch.Tensor, x: torch.Tensor, *rest: Any) -> None:
         assert implementations.is_aligned(x)
         self.add(lambda: space.copy_(x))
-        self.one_shot_all_reduce_out(space, *rest)
+        self.one_shot(space, *rest)
 
-    def one_shot_all_reduce_out(self, space: torch.Tensor, op: str, group: str, out: torch.Tensor) -> None:
+    def one_shot_all_reduce_out(self, space: torch.Tensor, *rest: Any) -> None:
+        self.one_shot(space, *rest)
+
+    def one_shot(self, space: torch.Tensor, op: str, group: str, out: torch.Tensor) -> None:
         assert (op, group) == ("sum", "everyone")
         assert implementations.is_aligned(out)
         assert out.shape == space.shape
@@ -307,6 +310,22 @@ def test_only_operands_that_nothing_else_needs_lie_in_the_workspace(
     assert len(workspace_buffers(unroll(text, 0, {}))) == in_workspace
     for seed in range(8):
         check_calls(text, gpus, seed, monkeypatch)
+
+
+def test_no_operand_lies_in_the_workspace_if_ranks_may_differ() -> None:
+    """The ranks of a one-shot all-reduce would call different operators."""
+    body = """%y: f32[6, 8] = allocate
+%r = rank of %x over didx
+%p: f32[6, 8] partial(didx) = allocate
+add %x, %x -> %p
+if %r == 0 { add %x, %p -> %p }
+%h = allreduce %p -> %y over didx by one_shot
+wait %h
+free %p"""
+    text = program(2, body, "f32[6, 8] partial(didx)", "f32[6, 8]")
+    assert workspace_buffers(unroll(text, 0, {})) == frozenset()
+    without = hi.parse(str(text).replace("  if %r == 0 { add %x, %p -> %p }\n", ""))
+    assert len(workspace_buffers(unroll(without, 0, {}))) == 1
 
 
 def shifted(x: torch.Tensor) -> torch.Tensor:
