@@ -98,7 +98,7 @@ class Variant:
     @property
     def has_more_streams(self) -> bool:
         """True if another variant of the strategy has fewer streams."""
-        return self.streams > min(STRATEGIES[self.strategy].stream_counts)
+        return self.strategy in STRATEGIES and self.streams > min(STRATEGIES[self.strategy].stream_counts)
 
 
 @dataclass(frozen=True)

@@ -123,8 +123,8 @@ class Regret:
     @property
     def of_four(self) -> float:
         """The regret if the candidates with the lowest estimates and the sequential programs were measured."""
-        tried = [*self.order[:MEASURED], *(name for name in self.order if name.startswith(SEQUENTIAL))]
-        return min(map(self.of, tried))
+        sequential = (name for name in self.order if name.startswith(SEQUENTIAL) and " by " not in name)
+        return min(map(self.of, [*self.order[:MEASURED], *sequential]))
 
     @property
     def ratios(self) -> Sequence[float]:

@@ -28,7 +28,8 @@ import hostir
 from hostir import knobs
 from hostir.ir.source import HostIRError, did_you_mean, error
 from hostir.ir.text import VERSION
-from hostir.lower import AUTO, CALLS, STRATEGIES, STREAMS
+from hostir.lower import AUTO, CALLS, STREAMS
+from hostir.lower.strategies import strategies
 
 FORMATS = ("hir", "nvfuser", "dot")
 DEVICES = ("cpu", "cuda")
@@ -118,7 +119,7 @@ def _source_options() -> _Parser:
 
 def _lowering_options() -> _Parser:
     parser = _Parser(add_help=False)
-    parser.add_argument("--strategy", help=f"one of: {', '.join(STRATEGIES)}, {AUTO} (default: pipeline)")
+    parser.add_argument("--strategy", help=f"one of: {', '.join(strategies())}, {AUTO} (default: pipeline)")
     parser.add_argument("--streams", type=int, help=f"the most worker streams (default: {STREAMS})")
     return parser
 

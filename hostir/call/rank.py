@@ -32,7 +32,7 @@ from hostir.call.executor import Executor
 from hostir.call.sizes import bind_sizes
 from hostir.call.started import SideStreams, Started
 from hostir.check import proof_of
-from hostir.ir.program import Program
+from hostir.ir.program import Program, shares_memory
 from hostir.ir.source import HostIRError, error, logger
 from hostir.job.agreement import Agreement
 from hostir.job.groups import Groups
@@ -40,7 +40,6 @@ from hostir.job.guest import session_of
 from hostir.job.links import AlikeError, MisalignedError, headline
 from hostir.job.offers import KindOfSizes
 from hostir.job.session import Session, forked_from
-from hostir.job.symmetric import shares_memory
 from hostir.job.watchdog import LAST_WORDS
 from hostir.kernels.table import kernel_table
 from hostir.knobs import PROFILE

@@ -7,6 +7,7 @@ from functools import lru_cache
 
 from hostir.check.buffers import Buffers
 from hostir.check.fields import malformed
+from hostir.ir.comm_ops import check_team
 from hostir.ir.op import (
     Bin,
     Codec,
@@ -176,6 +177,7 @@ class _Checker:
     def typed(self, s: Statement) -> Iterator[Diagnostic]:
         try:
             s.verify()
+            check_team(s, self.program.ranks)
             if self.explicit:
                 s.verify_layout()
             expected = s.infer() if self.explicit else None

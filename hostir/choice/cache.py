@@ -21,7 +21,7 @@ from typing import Any
 
 from hostir.choice.choices import Candidate, ranked_by
 from hostir.choice.platforms import Platform
-from hostir.ir.program import Program
+from hostir.ir.program import Program, uses_nccl
 from hostir.ir.source import error, warn_once
 from hostir.knobs import CACHE
 
@@ -55,8 +55,7 @@ class Entry:
     @staticmethod
     def measured(program: Program, eager: float | None, graph: float | None = None, failure: str = "") -> Entry:
         """Return the measurement with these two times of a program. If `graph` is None, it cannot be captured."""
-        captured_by_caller = any(s.collective for s in program.walk())
-        out = ranked_by("out", eager, graph, captured_by_caller=captured_by_caller)
+        out = ranked_by("out", eager, graph, captured_by_caller=uses_nccl(program))
         return Entry(program.digest, eager, graph, failure, out, replays=graph is not None)
 
     @staticmethod

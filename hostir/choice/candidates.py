@@ -7,16 +7,18 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from hostir.choice.choices import Candidate, Impossible
-from hostir.choice.platforms import CUDA, Platform
+from hostir.choice.platforms import CUDA, GLOO, Platform
+from hostir.ir.comm_ops import Implemented
 from hostir.ir.op import Statement
-from hostir.ir.program import Program
+from hostir.ir.program import Program, shares_memory
 from hostir.ir.source import HostIRError, Span
 from hostir.lower import STRATEGIES
 from hostir.lower.pipeline import NOT_OVERLAPPED
-from hostir.lower.strategies import lower_unproved, proved
+from hostir.lower.strategies import BY, lower_unproved, proved
 
 SEQUENTIAL = "sequential"
 NOTHING_TO_OVERLAP = "no communication to overlap"
+ONLY_MEASURED = "it is taken only where it was measured: 'hostir tune' does it"
 
 
 @dataclass(frozen=True)
@@ -34,11 +36,6 @@ class Candidates:
     not_overlapped: tuple[str, ...] = ()
 
 
-def uses_peers(program: Program) -> bool:
-    """Return True if a program accesses the memory of peers."""
-    return any(s.one_sided for s in program.walk())
-
-
 def candidates_of(
     fusion: Program, platform: Platform, kernels: str | Sequence[str] = "auto", *, for_testing: bool = False
 ) -> Candidates:
@@ -49,7 +46,8 @@ def candidates_of(
         platform: the platform that the fusion will run on.
         kernels: the only kernels to consider: one or several of `aten`, `cublas` and `triton`. With `auto`, the kernels
             that suit the platform are considered.
-        for_testing: True to include candidates that run on the platform only for testing, so that they can be measured.
+        for_testing: True to include candidates that are taken only if they were measured: programs that the platform
+            runs only for testing, and programs that name an implementation of a collective.
     """
     programs: dict[Candidate, Program] = {}
     impossible: list[Impossible] = []
@@ -64,8 +62,10 @@ def candidates_of(
             impossible.append(Impossible(candidate, _equal_reason(program, equal[0])))
         elif candidate.kernels in ("aten", "cublas") and _signals_by_sms(program):
             continue  # always slower: cuBLAS takes all SMs, so kernels that signal wait until a wave of tiles has ended
-        elif uses_peers(program) and platform.refuses and not (for_testing and platform.runs_all):
+        elif shares_memory(program) and platform.refuses and not (for_testing and platform.runs_all):
             impossible.append(Impossible(candidate, platform.refuses, warn=True))
+        elif candidate.strategy in BY.values() and not for_testing:
+            impossible.append(Impossible(candidate, ONLY_MEASURED))
         else:
             try:
                 programs[candidate] = proved(program)
@@ -77,9 +77,9 @@ def candidates_of(
 def _never_overlapped(programs: Mapping[Candidate, Program]) -> tuple[str, ...]:
     """Return a clause for each communication that no program overlaps.
 
-    The program of the strategy `sequential` does not count.
+    Programs of strategies that overlap nothing do not count.
     """
-    clauses = [not_overlapped(p) for c, p in programs.items() if c.strategy != SEQUENTIAL]
+    clauses = [not_overlapped(p) for c, p in programs.items() if overlaps(c.strategy)]
     if not clauses:
         return ()
     return tuple(clause for place, clause in clauses[0].items() if all(place in others for others in clauses))
@@ -104,7 +104,9 @@ def _lowered(
     fusion: Program, platform: Platform, kernels: str | Sequence[str]
 ) -> Iterator[tuple[Candidate, Program | HostIRError]]:
     """Yield each candidate with its program, which is not proved yet, or with the error that its strategy raises."""
-    for strategy, streams in [(name, n) for name, s in STRATEGIES.items() for n in s.stream_counts]:
+    strategies = [(name, n) for name, s in STRATEGIES.items() for n in s.stream_counts]
+    strategies += [(BY[by], 1) for by in _implementations(fusion, platform)]
+    for strategy, streams in strategies:
         program: Program | HostIRError
         try:
             program = lower_unproved(fusion, strategy, streams)
@@ -114,6 +116,23 @@ def _lowered(
             streams = max(program.streams, 1)
         for family in _kernel_families(fusion, platform, kernels):
             yield Candidate(strategy, streams, family), program
+
+
+def _implementations(fusion: Program, platform: Platform) -> list[str]:
+    """Return the implementations, other than NCCL, of collectives in a fusion; empty for CPUs, where gloo runs all."""
+    if platform.machine == GLOO:
+        return []
+    try:
+        program = lower_unproved(fusion, SEQUENTIAL, 1)
+    except HostIRError:
+        return []
+    named = {by for s in program.walk() if isinstance(s, Implemented) for by in s.implementations}
+    return [by for by in BY if by in named]
+
+
+def overlaps(strategy: str) -> bool:
+    """Return True if a strategy overlaps communication: it is not `sequential`, with any implementation."""
+    return strategy != SEQUENTIAL and strategy not in BY.values()
 
 
 def _kernel_families(fusion: Program, platform: Platform, kernels: str | Sequence[str]) -> Sequence[str]:
@@ -147,10 +166,10 @@ def asked_for(strategy: str, program: Program, kernels: str) -> tuple[Candidate,
     `program` is the result of lowering by this strategy. If it uses neither worker streams nor the memory of peers, it
     is the sequential program, and the candidate gets the strategy `sequential`.
     """
-    if strategy == SEQUENTIAL:
-        return Candidate(SEQUENTIAL, 1, kernels), ()
+    if not overlaps(strategy):
+        return Candidate(strategy, 1, kernels), ()
     notes = tuple(not_overlapped(program).values())
-    if program.streams or uses_peers(program):
+    if program.streams or shares_memory(program):
         return Candidate(strategy, max(program.streams, 1), kernels), notes
     reason = "" if notes else f": {NOTHING_TO_OVERLAP}"
     return Candidate(SEQUENTIAL, 1, kernels), (*notes, f"'{strategy}' lowers to the sequential program{reason}")

@@ -12,11 +12,13 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
+from hostir.ir.comm_ops import ONE_SHOT, TWO_SHOT
 from hostir.ir.machine import Done, Ready, uncollected
 from hostir.ir.program import Program
 from hostir.ir.types import FP8
 from hostir.kernels.matmul.tiles import MIN_OWN_ROWS, Gemm
 from hostir.machines.pushes import PushedProduct, Pushes
+from hostir.plan.lifetimes import workspace_buffers
 from hostir.plan.operations import (
     CALLER,
     NONE,
@@ -80,14 +82,16 @@ class CostTransfer:
     """A collective of a team, or messages of a team.
 
     Fields:
-        collective: the keyword of the collective, or `messages`.
+        collective: the keyword of the collective, with its implementation if NCCL does not run it, or `messages`.
         bytes: the number of bytes of the gathered, summed or exchanged tensor.
         ranks: the number of ranks of the team.
+        in_workspace: True if the operand already lies in the workspace that the implementation reads.
     """
 
     collective: str
     bytes: int
     ranks: int
+    in_workspace: bool = False
 
 
 @dataclass(frozen=True)
@@ -239,6 +243,7 @@ class RankTasks:
         self.last: dict[Any, CostTask] = {}  # the latest task of each lane
         self.communications: dict[int, CostTask] = {}  # by the handle of the communication
         self.counts: Counter[Any] = Counter()  # the number of collectives and barriers of each team so far
+        self.in_workspace = workspace_buffers(unrolled)
         self.stream = CALLER
         self.launches: dict[str, int] = {}  # the operations that the host has issued since the latest task
         runs = Pushes.of(unrolled)
@@ -334,20 +339,29 @@ class RankTasks:
             self.shared.flags.setdefault(self.registers.flag(done.flags, slot), []).append((done.epoch, flag))
 
     def collective(self, op: CollectiveOp) -> None:
-        task = self.communicate(
-            op,
-            CostTransfer(op.communication, max(self.registers.bytes[op.x], self.registers.bytes[op.out]), len(op.team)),
-        )
+        name = f"{op.communication} by {op.by}" if op.by else op.communication
+        largest = max(self.registers.bytes[op.x], self.registers.bytes[op.out])
+        there = bool(op.by) and self.unrolled.buffers[op.x] in self.in_workspace
+        if op.by in (ONE_SHOT, TWO_SHOT) and not there:  # two operators of torch: a copy and a kernel
+            self.launch("compute")
+        launch = "compute" if op.by in (ONE_SHOT, TWO_SHOT) else "communicate"
+        task = self.communicate(op, CostTransfer(name, largest, len(op.team), there), launch=launch)
         self.meet(task, "communication", op.team)
 
     def messages(self, op: MessagesOp) -> None:
         largest = max(self.registers.total(op.reads), self.registers.total(op.writes))  # links are full duplex
         self.communicate(op, CostTransfer("messages", largest, len(op.team)), op.collective)
 
-    def communicate(self, op: CollectiveOp | MessagesOp, transfer: CostTransfer, collective: bool = True) -> CostTask:
+    def communicate(
+        self,
+        op: CollectiveOp | MessagesOp,
+        transfer: CostTransfer,
+        collective: bool = True,
+        launch: str = "communicate",
+    ) -> CostTask:
         """Add a communication on the lane of its team, after the latest task of its stream; return its task."""
         before = self.last.get(op.stream)
-        task = self.issue(("team", op.team, collective), transfer, before, launch="communicate")
+        task = self.issue(("team", op.team, collective), transfer, before, launch=launch)
         self.communications[op.handle] = task
         return task
 

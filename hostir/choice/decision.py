@@ -10,7 +10,7 @@ from typing import Any
 
 from hostir.choice import cache
 from hostir.choice.cache import Entries
-from hostir.choice.candidates import SEQUENTIAL, Candidates, candidates_of, uses_peers
+from hostir.choice.candidates import SEQUENTIAL, Candidates, candidates_of, overlaps
 from hostir.choice.choices import (
     ASKED_FOR,
     ESTIMATED,
@@ -25,7 +25,7 @@ from hostir.choice.choices import (
 from hostir.choice.cost import CostTask, tasks_of
 from hostir.choice.platforms import ELSEWHERE, SIMULATED, Platform, platform_here
 from hostir.choice.simulation import EAGER, GRAPH, estimates
-from hostir.ir.program import Program
+from hostir.ir.program import Program, shares_memory, uses_nccl
 from hostir.ir.sizes import binding
 from hostir.ir.source import (
     HostIRError,
@@ -244,8 +244,8 @@ class Decider:
         timings, impossible = self.estimates(sizes, calls)
         if self.platform.note:
             notes.append(self.platform.note)
-        only_sequential = {timing.candidate.strategy for timing in timings} == {SEQUENTIAL}
-        source = FALLBACK if only_sequential and _communicates(candidates.programs.values()) else ESTIMATED
+        nothing_overlaps = not any(overlaps(timing.candidate.strategy) for timing in timings)
+        source = FALLBACK if nothing_overlaps and _communicates(candidates.programs.values()) else ESTIMATED
         return self._fastest(source, timings, impossible, notes)
 
     def estimates(
@@ -310,7 +310,7 @@ def symmetric_bytes(program: Program, sizes: Mapping[str, int]) -> int:
 
     Gaps between buffers do not count.
     """
-    if not uses_peers(program):
+    if not shares_memory(program):
         return 0
     ranks = {mesh.devices[0] for mesh in program.meshes}  # all ranks of a mesh use the same number of bytes
     return max(unroll(program, rank, sizes).memory[1] for rank in ranks)
@@ -367,7 +367,7 @@ def _estimate(
 def _timing(
     candidate: Candidate, program: Program, eager: float | None, graph: float | None, calls: str, symmetric: int
 ) -> Timing:
-    us = ranked_by(calls, eager, graph, captured_by_caller=_communicates([program]))
+    us = ranked_by(calls, eager, graph, captured_by_caller=uses_nccl(program))
     assert us is not None
     return Timing(candidate, us, eager, graph, symmetric)
 

@@ -26,7 +26,7 @@ from hostir.call.parts import shard
 from hostir.call.random import random_inputs
 from hostir.choice.cache import Entry
 from hostir.choice.choices import Candidate
-from hostir.ir.program import Program
+from hostir.ir.program import Program, uses_nccl
 from hostir.ir.source import HostIRError, error
 from hostir.job.session import Session
 from hostir.kernels.dtypes import torch_dtype
@@ -336,7 +336,7 @@ def _replay(subject: Subject, inputs: Sequence[Part], outputs: Sequence[Part]) -
         call()
     torch.cuda.synchronize()
     dist.barrier()  # ranks capture together
-    if not any(s.collective for s in subject.program.walk()):
+    if not uses_nccl(subject.program):
         yield call
         return
     graph = torch.cuda.CUDAGraph()

@@ -19,6 +19,7 @@ from dataclasses import replace
 from functools import cache
 from math import inf, log2
 
+from hostir.choice.collectives import implemented
 from hostir.choice.cost import CostBarrier, CostCopy, CostTask, CostTransfer, Nothing, Pause, TaskWork, Traffic
 from hostir.choice.hardware import Hardware, Kernels
 from hostir.kernels.matmul.estimate import block_ends, choose, duration
@@ -194,7 +195,12 @@ class Costs:
         return self.in_triton and isinstance(work, CostCopy) and work.in_matmul
 
     def transfer(self, transfer: CostTransfer) -> float:
-        """Return the microseconds of a collective, by the faster of two protocols: low latency and high rate."""
+        """Return the microseconds of a collective.
+
+        NCCL takes the faster of two protocols: low latency and high rate.
+        """
+        if (time := implemented(transfer, self.hardware)) is not None:
+            return time
         steps = 2 if transfer.collective == "allreduce" else 1
         bytes_moved = transfer.bytes * (steps * (transfer.ranks - 1) + 0.5) / transfer.ranks
         h, rate = self.hardware, self.hardware.rates.get(transfer.collective, self.hardware.link)

@@ -9,14 +9,15 @@ defines its result. In a host program, it writes a buffer and defines a handle. 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 from hostir.ir.machine import Exchange, Move, meshes_of
 from hostir.ir.op import BOTH, DefineIf, Name, Phase, Read, Shape, Statement, Value, Write, statement
 from hostir.ir.sharding import Mark, flat_marks, leads
-from hostir.ir.sizes import Size, product
+from hostir.ir.sizes import Division, Size, product
 from hostir.ir.source import did_you_mean
 from hostir.ir.types import Mesh, TensorType
 
@@ -54,6 +55,12 @@ def elements(*values: Value) -> tuple[Shape, ...]:
     return tuple((product(value.tensor.local_shape),) for value in values)
 
 
+BY = "<? by {by}?>"  # the clause of host programs that names an implementation
+UNIT = 16  # bytes: torch's kernels for symmetric memory sum vectors of this size
+BY_NCCL = "leave out 'by': NCCL runs the collective without this limit"
+ONE_SHOT, TWO_SHOT, COPY_ENGINE = "one_shot", "two_shot", "copy_engine"
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Communication(Statement):
     """The base class of communications.
@@ -75,7 +82,7 @@ class Communication(Statement):
     def form(cls, phase: Phase) -> str:
         if phase is Phase.HOST:
             return cls.syntax
-        return "{out} = " + cls.syntax.replace("{handle} = ", "").replace(" -> {out}", "")
+        return "{out} = " + cls.syntax.removesuffix(BY).replace("{handle} = ", "").replace(" -> {out}", "")
 
     @property
     def needs_dense(self) -> bool:
@@ -175,15 +182,95 @@ def _unmarked(type: TensorType, mark: str) -> TensorType:
     return type.with_axes(axis.without(mark) for axis in type.axes)
 
 
-@statement
 @dataclass(frozen=True, eq=False, repr=False)
-class AllGather(Collective):
-    """All-gather: every rank gets the parts of all ranks, in the order of the ranks.
+class Implemented(Collective):
+    """The base class of collectives that torch's symmetric memory can run, too.
 
-    Example: %h = allgather %x: f32[8@didx, 16, 32] -> %y: f32[8, 16, 32] over didx
+    Fields:
+        by: the implementation on CUDA, in a host program. By default NCCL runs the collective. The meaning is the same.
     """
 
-    syntax = "{handle} = allgather {x} -> {out} over {over}"
+    by: Name = field(default="", kw_only=True)
+
+    implementations: ClassVar[tuple[str, ...]] = ()  # the values of `by`
+
+    def exchange(self, rank: int) -> Exchange:
+        return replace(super().exchange(rank), by=self.by)
+
+    @property
+    def workspace(self) -> Value | None:
+        return self.x if self.by else None
+
+    @property
+    def summand(self) -> TensorType:
+        """The type of the tensor that an implementation other than NCCL sums in units of UNIT bytes."""
+        return self.x.tensor
+
+    @property
+    def units(self) -> Size:
+        return product(self.summand.local_shape) * self.summand.dtype.bytes / UNIT
+
+    def divisions(self) -> Iterator[Division]:
+        yield from super().divisions()
+        if self.by in (ONE_SHOT, TWO_SHOT):
+            yield Division(self.units, f"'{self.keyword()} by {self.by}' sums {UNIT} bytes at a time", self.span)
+
+    def verify(self) -> None:
+        super().verify()
+        self.verify_by()
+
+    def verify_by(self) -> None:
+        """Raise HostIRError if the implementation `by` cannot run this collective."""
+        if not self.by:
+            return
+        phrase = f"{self.keyword()} by {self.by}"
+        if self.by not in self.implementations or self.handle is None:
+            names = ", ".join(self.implementations) if self.handle else "no 'by' in a fusion"
+            raise self.fail(
+                f"there is no '{phrase}'",
+                expected=f"one of: {names}" if self.handle else names,
+                hint=did_you_mean(self.by, self.implementations) if self.handle else "",
+            )
+        devices, ranks = self.mesh.devices, self.mesh.size(self.over)
+        if len(devices) != ranks or devices != tuple(sorted(devices)):
+            expected = f"a mesh whose only axis of several ranks is {self.over}, with the ranks in ascending order"
+            raise self.fail(f"{phrase} over {self.over} of mesh {self.mesh}", expected=expected, hint=BY_NCCL)
+        if self.by == COPY_ENGINE:
+            return
+        if self.x.tensor.dtype.name not in ("bf16", "f32"):
+            raise self.fail(f"{phrase} of {self.x.tensor.dtype}", expected="bf16 or f32", hint=BY_NCCL)
+        if not self.units.divisible_by(1):
+            what = f"{self.units * UNIT} bytes on each rank"
+            raise self.fail(f"{phrase} of {what}", expected=f"a multiple of {UNIT} bytes", hint=BY_NCCL)
+
+
+def check_team(s: Statement, ranks: int) -> None:
+    """Raise HostIRError if a collective needs the symmetric memory of a team that is not the complete program.
+
+    `ranks` is the number of ranks of the program.
+    """
+    if s.workspace is not None and s.teams != (tuple(range(ranks)),):
+        raise s.fail(
+            f"'{s.keyword()} ... by' among ranks {' '.join(map(str, s.teams[0]))}",
+            expected=f"all {ranks} ranks of the program",
+            hint=BY_NCCL,
+        )
+
+
+@statement
+@dataclass(frozen=True, eq=False, repr=False)
+class AllGather(Implemented):
+    """All-gather: every rank gets the parts of all ranks, in the order of the ranks.
+
+    With `by copy_engine`, copy engines copy the parts of peers on CUDA, between two barriers. SMs only run the barriers
+    and copies within the GPU. It needs the symmetric memory of all ranks of the program. So the ranks are on one host,
+    and the team is all ranks.
+
+    Example: %h = allgather %x: f32[8@didx, 16, 32] -> %y: f32[8, 16, 32] over didx by copy_engine
+    """
+
+    syntax = "{handle} = allgather {x} -> {out} over {over}" + BY
+    implementations = (COPY_ENGINE,)
     rule = "x with its outermost axis on {over}, and out the same without it"
 
     def fits(self, x: TensorType, out: TensorType) -> bool:
@@ -192,13 +279,19 @@ class AllGather(Collective):
 
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
-class AllReduce(Collective):
+class AllReduce(Implemented):
     """All-reduce: every rank gets the sum of all partial sums. `x` and `out` may be the same memory.
 
-    Example: %h = allreduce %x: f32[16, 32] partial(didx) -> %y: f32[16, 32] over didx
+    With `by one_shot` or `by two_shot`, a kernel of torch's symmetric memory computes the sum on CUDA. With `one_shot`,
+    every rank reads the summands of all ranks. With `two_shot`, every rank first sums one part of the elements, and
+    then reads the sums of the other ranks. Both need bf16 or f32, a multiple of 16 bytes on each rank, and the
+    symmetric memory of all ranks of the program. So the ranks are on one host, and the team is all ranks.
+
+    Example: %h = allreduce %x: f32[16, 32] partial(didx) -> %y: f32[16, 32] over didx by two_shot
     """
 
-    syntax = "{handle} = allreduce {x} -> {out} over {over}"
+    syntax = "{handle} = allreduce {x} -> {out} over {over}" + BY
+    implementations = (ONE_SHOT, TWO_SHOT)
     rule = "x a partial sum over {over}, and out the same without it"
 
     def in_place(self, operand: int) -> bool:
@@ -214,14 +307,30 @@ def _summed(type: TensorType, mark: str) -> TensorType:
 
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
-class ReduceScatter(Collective):
+class ReduceScatter(Implemented):
     """Reduce-scatter: each rank gets its block of the sum of all partial sums.
 
-    Example: %h = reduce_scatter %x: f32[8, 16, 32] partial(didx) -> %y: f32[8@didx, 16, 32] over didx
+    With `by one_shot`, a kernel of torch's symmetric memory computes the sum on CUDA: every rank reads the summands of
+    its block from all ranks. It needs 2, 4 or 8 ranks, and a multiple of 16 bytes in the block of each rank. The other
+    conditions are the same as for `allreduce`.
+
+    Example: %h = reduce_scatter %x: f32[8, 16, 32] partial(didx) -> %y: f32[8@didx, 16, 32] over didx by one_shot
     """
 
-    syntax = "{handle} = reduce_scatter {x} -> {out} over {over}"
+    syntax = "{handle} = reduce_scatter {x} -> {out} over {over}" + BY
     rule = "x a partial sum over {over}, and out summed with its outermost axis on {over}"
+    implementations = (ONE_SHOT,)
+
+    @property
+    def summand(self) -> TensorType:
+        return self.out.tensor
+
+    def verify_by(self) -> None:
+        super().verify_by()
+        if self.by and (ranks := self.mesh.size(self.over)) not in (1, 2, 4, 8):
+            raise self.fail(
+                f"reduce_scatter by {self.by} among {ranks} ranks", expected="2, 4 or 8 ranks", hint=BY_NCCL
+            )
 
     def fits(self, x: TensorType, out: TensorType) -> bool:
         summed = _summed(x, self.over).host()

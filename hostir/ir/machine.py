@@ -48,11 +48,18 @@ class Exchange:
         communication: the keyword of the statement.
         team: the ranks that take part, in order.
         moves: the messages that this rank sends or receives; None for a collective.
+        by: the implementation of a collective, as in `hostir.ir.comm_ops.Implemented`.
     """
 
     communication: str
     team: tuple[int, ...]
     moves: tuple[Move, ...] | None = None
+    by: str = ""
+
+    @property
+    def named(self) -> tuple[str, str]:
+        """The keyword and the implementation, which are the same on all ranks of the team."""
+        return self.communication, self.by
 
     def takes(self, rank: int) -> bool:
         """Return True if `rank` sends data. Then the communication reads memory of `rank`."""

@@ -338,6 +338,11 @@ class Traits:
         return False
 
     @property
+    def workspace(self) -> Value | None:
+        """The operand of which a machine may need a copy in symmetric memory; None for other statements."""
+        return None
+
+    @property
     def compared(self) -> tuple[Shape, ...]:
         """The shapes of a communication's local tensors that must be equal on all ranks; empty for other statements.
 

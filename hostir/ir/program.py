@@ -139,6 +139,16 @@ class Program:
         return replace(self, body=tuple(body))
 
 
+def shares_memory(program: Program) -> bool:
+    """Return True if ranks access each other's memory. Then they are on one host, and meet before the first call."""
+    return any(s.one_sided or s.workspace is not None for s in program.walk())
+
+
+def uses_nccl(program: Program) -> bool:
+    """Return True if a collective or a transfer of the program goes through a process group: on CUDA, through NCCL."""
+    return any(s.collective and s.workspace is None for s in program.walk())
+
+
 def format_program(program: Program, *, notes: bool = True, printer: Printer | None = None) -> str:
     """Return the program's text. If `notes` is True, each statement is followed by its note as a comment.
 

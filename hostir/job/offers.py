@@ -19,6 +19,9 @@ from hostir.kernels.dtypes import TORCH
 BARRIERS = ""
 
 
+# The buffer into which collectives that name an implementation copy their operands.
+WORKSPACE: tuple[str, tuple[int, ...]] = ("(workspace)", ())
+
 ALIGNMENT = 64  # bytes: no two buffers share a cache line
 
 
@@ -124,6 +127,15 @@ def judge(offers: Sequence[Offer], program: Program) -> HostIRError | None:
             f"the ranks of @{program.name} run on several hosts, which share no memory",
             expected="one host for a program with symmetric buffers or barriers",
             notes=((None, there),),
+        )
+    copied = next((s for s in program.walk() if s.workspace is not None), None)
+    if copied is not None and len(offers) != program.ranks:
+        return error(
+            f"'{copied.keyword()} ... by' needs the symmetric memory of exactly the {program.ranks} ranks of "
+            f"@{program.name}, and there are {len(offers)}",
+            copied.span,
+            expected="a job or a group with as many ranks",
+            hint="leave out 'by': NCCL runs the collective without this limit",
         )
     held = {(buffer.place, rank): buffer for rank, offer in enumerate(offers) for buffer in offer.buffers}
     first: dict[BufferPlace, tuple[int, BufferInfo]] = {}

@@ -36,12 +36,13 @@ from typing import Any, Protocol
 import torch
 
 from hostir.ir.op import Value
-from hostir.ir.program import Program
+from hostir.ir.program import Program, shares_memory
 from hostir.ir.source import HostIRError
 from hostir.ir.types import FLAG, bind_shape
 from hostir.job.links import AlikeError
 from hostir.job.offers import (
     BARRIERS,
+    WORKSPACE,
     BufferInfo,
     BufferPlace,
     ExchangeTexts,
@@ -116,17 +117,12 @@ class Sharing(Protocol):
         """Return data about an unrolled program that the machines of the other ranks need."""
 
 
-def shares_memory(program: Program) -> bool:
-    """Return True if a program uses memory of peers, so that the ranks must meet before they run it."""
-    return any(s.one_sided for s in program.walk())
-
-
 @dataclass(frozen=True)
 class Rooms:
     """The symmetric buffers of a program, and the number of bytes that each of them has on every rank.
 
     Fields:
-        buffers: the buffers as the program declares them.
+        buffers: the buffers as the program declares them, and the operands that share the buffer WORKSPACE.
         bytes: the number of bytes of each buffer, by name.
     """
 
@@ -137,6 +133,7 @@ class Rooms:
     def of(program: Program, sizes: Mapping[str, int]) -> Rooms:
         """Return the buffers of a program with exactly the bytes that they need for some sizes."""
         buffers = tuple(s.buffer for s in program.walk() if s.symmetric and s.buffer is not None)
+        buffers += tuple(replace(s.workspace, name=WORKSPACE[0]) for s in program.walk() if s.workspace is not None)
         bytes = dict[str, int]()
         for value in buffers:  # different branches of an `if` may allocate buffers of one name
             bytes[value.name] = max(bytes.get(value.name, 0), _bytes(value, sizes))
@@ -465,7 +462,9 @@ def _needs(
     """
     rank, uses = unrolled.rank, []
     mine = (op for op in unrolled.symmetric.values() if op.rank == rank)
-    buffers = [BufferInfo(*op.home, op.shape, op.dtype.name, rooms.bytes[op.name]) for op in mine]
+    # The workspace comes first, because torch's operators need it at one offset on all ranks.
+    buffers = [BufferInfo(*WORKSPACE, (), "f32", rooms.bytes[WORKSPACE[0]])] if WORKSPACE[0] in rooms.bytes else []
+    buffers += [BufferInfo(*op.home, op.shape, op.dtype.name, rooms.bytes[op.name]) for op in mine]
     theirs: dict[int, PeerPlace] = {x: (*op.home, op.rank) for x, op in unrolled.symmetric.items() if op.rank != rank}
     barriers = Counter(op.of_team for op in unrolled.ops if op.of_team)
     for team, count in barriers.items():

@@ -5,13 +5,13 @@ The loop has one round for each slice along the Stream axis.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 
-from hostir.ir.comm_ops import Communication
+from hostir.ir.comm_ops import AllReduce, Communication, Implemented, check_team
 from hostir.ir.host_ops import For
-from hostir.ir.op import Ref, Statement, Value
-from hostir.ir.program import Program
+from hostir.ir.op import REGISTRY, Ref, Statement, Value
+from hostir.ir.program import Program, rewrite
 from hostir.ir.source import HostIRError, error
 from hostir.ir.tensor_ops import Binary, Contraction
 from hostir.ir.types import STREAM, Kind
@@ -28,12 +28,46 @@ NOT_SLICED = "no Stream axis slices it"
 
 @dataclass(frozen=True)
 class Sequential(Pass):
-    """Runs each communication and each computation unsliced, in program order, on the caller's stream."""
+    """Runs each communication and each computation unsliced, in program order, on the caller's stream.
+
+    `by` names the implementation of all collectives that it can run. NCCL runs the other collectives.
+    """
 
     name = "sequential"
+    by: str = ""
 
     def run(self, program: Program) -> Program:
-        return build(program, [])
+        if not self.by:
+            return build(program, [])
+        # An operand with memory of its own may be computed in symmetric memory.
+        apart = {s.out.name for s in program.body if isinstance(s, AllReduce) and not self.refusal(s, program)}
+        host, refusals = build(program, [], apart), list[HostIRError]()
+
+        def change(s: Statement) -> tuple[Statement, ...]:
+            if not isinstance(s, Implemented) or self.by not in s.implementations:
+                return (s,)
+            if refusal := self.refusal(s, program):
+                refusals.append(refusal)
+                return (s,)
+            return (replace(s, by=self.by),)
+
+        changed = host.with_body(rewrite(host.body, change))
+        if changed != host:
+            return changed
+        if refusals:
+            raise refusals[0]
+        names = " or ".join(name for name, s in REGISTRY.items() if self.by in getattr(s, "implementations", ()))
+        raise error(f"@{program.name} has no collective that {self.by} can run", expected=f"a fusion with {names}")
+
+    def refusal(self, s: Implemented, program: Program) -> HostIRError | None:
+        """Return the reason why `by` cannot run a collective of a program; None if it can."""
+        try:
+            changed = replace(s, by=self.by, handle=s.handle or Value("h", Kind.HANDLE))
+            check_team(changed, program.ranks)
+            changed.verify()
+        except HostIRError as refusal:
+            return refusal
+        return None
 
 
 @dataclass(frozen=True)
@@ -72,9 +106,13 @@ def with_reasons(program: Program, reasons: Mapping[str, str]) -> Program:
     return program.with_body(body)
 
 
-def build(program: Program, loops: list[SlicedGroup]) -> Program:
-    """Return the host program that runs the groups `loops` in loops, and the rest of the fusion unsliced."""
+def build(program: Program, loops: list[SlicedGroup], apart: Set[str] = frozenset()) -> Program:
+    """Return the host program that runs the groups `loops` in loops, and the rest of the fusion unsliced.
+
+    `apart` holds the results of allreduces that do not share memory with their operand.
+    """
     host = Host(program)
+    host.apart |= apart
     for step in schedule(program.body, loops):
         if isinstance(step, SlicedGroup):
             host.body.append(loop(host, step))

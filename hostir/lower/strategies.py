@@ -14,6 +14,7 @@ from typing import Protocol
 from hostir import knobs
 from hostir.check import prove, verify
 from hostir.ir import parse
+from hostir.ir.comm_ops import COPY_ENGINE, ONE_SHOT, TWO_SHOT
 from hostir.ir.op import Phase
 from hostir.ir.program import Program
 from hostir.ir.source import UNCHECKED, HostIRError, check_known, described, error, user_span, warn_once
@@ -49,6 +50,8 @@ STRATEGIES: dict[str, Strategy] = {
     "fused": Strategy(lambda n: (*EXPLICIT, Fused(n), *FINISH), (1, 2)),
     "push": Strategy(lambda _: (*EXPLICIT, Push(), *FINISH)),
 }
+# Strategies that name an implementation of collectives instead of NCCL, by this implementation.
+BY: dict[str, str] = {by: f"sequential by {by}" for by in (ONE_SHOT, TWO_SHOT, COPY_ENGINE)}
 AUTO = "auto"  # the fastest strategy; hostir.choice, which builds on this layer, chooses it
 # The ways to call a program; `AUTO` ranks strategies by the time of one of them. With `out=` an executor captures and
 # replays a CUDA graph itself, except for programs that communicate through NCCL, which only their caller can capture.
@@ -56,9 +59,14 @@ CALLS = ("out", "eager", "graph")
 STREAMS = 4  # the default maximum number of worker streams
 
 
+def strategies() -> list[str]:
+    """Return the names of all strategies."""
+    return [*STRATEGIES, *BY.values()]
+
+
 def check_strategy(strategy: object) -> None:
     """Raise HostIRError unless `strategy` is the name of a strategy, or `auto`."""
-    check_known("strategy", strategy, [*STRATEGIES, AUTO])
+    check_known("strategy", strategy, [*strategies(), AUTO])
 
 
 def passes_of(strategy: str = "pipeline", streams: int = STREAMS) -> list[Pass]:
@@ -66,11 +74,12 @@ def passes_of(strategy: str = "pipeline", streams: int = STREAMS) -> list[Pass]:
     check_strategy(strategy)
     if strategy == AUTO:
         hint = "hi.lower and hi.compile choose one for a fusion"
-        expected = f"one of: {', '.join(STRATEGIES)}"
+        expected = f"one of: {', '.join(strategies())}"
         raise error(f"'{AUTO}' has no passes", user_span(), expected=expected, hint=hint)
     if isinstance(streams, bool) or not isinstance(streams, int) or streams < 1:
         raise error(f"streams must be at least 1, not {described(streams)}", user_span())
-    return [*STRATEGIES[strategy].passes(streams)]
+    by = next((by for by, name in BY.items() if name == strategy), None)
+    return [*EXPLICIT, Sequential(by), *FINISH] if by else [*STRATEGIES[strategy].passes(streams)]
 
 
 class HasProgram(Protocol):

@@ -185,13 +185,14 @@ class DumpPrinter:
                 return [f"Delay({microseconds})"]
             case host.Wait(handle=handle):
                 return [f"Wait({self.other[handle.name]})"]
-            case comm.Communication():
+            case comm.Communication() if s.workspace is None:
                 return self.communication(s)
             case views.ViewStatement():
                 return self.view(s)
             case ops.TensorOp() if s.keyword() in SPELLED and not (isinstance(s, ops.Contraction) and s.ready):
                 return self.computation(s)
         what = f"{s.keyword()} ... ready" if isinstance(s, ops.Contraction) and s.ready else s.keyword()
+        what += " ... by" if s.workspace else ""
         raise error(
             f"nvFuser's form has no spelling for '{what}'",
             s.span,

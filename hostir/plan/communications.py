@@ -49,16 +49,18 @@ class Communications:
                 registers.check_dense(part, f"the tensor that {exchange.communication} {verb} is not dense")
         if exchange.communication not in COLLECTIVES:
             return self.messages(exchange, x, out)
-        if len(exchange.team) == 1 or exchange.communication == "allreduce":
+        in_place = exchange.communication == "allreduce" and not exchange.by
+        if len(exchange.team) == 1 or in_place:
             self.copy_within(x, out)
         if len(exchange.team) == 1:
             return self.start(MarkOp(*self.ops.here, registers.new_register()))
-        source, target = (
-            registers.register(out if exchange.communication == "allreduce" else x),
+        source, target, handle = (
+            registers.register(out if in_place else x),
             registers.register(out),
+            registers.new_register(),
         )
-        handle = registers.new_register()
-        return self.start(CollectiveOp(*self.ops.here, exchange.communication, exchange.team, source, target, handle))
+        keyword, by = exchange.named
+        return self.start(CollectiveOp(*self.ops.here, keyword, exchange.team, source, target, handle, by))
 
     def messages(self, exchange: Exchange, x: RegisterView | None, out: RegisterView | None) -> Flight:
         registers, rank = self.registers, self.registers.rank

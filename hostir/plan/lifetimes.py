@@ -13,9 +13,12 @@ edited by hand may do neither.
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import pairwise
+from math import prod
 from typing import TYPE_CHECKING
 
-from hostir.plan.operations import CALLER, NONE
+from hostir.plan.operations import CALLER, NONE, CollectiveOp
 
 if TYPE_CHECKING:
     from hostir.plan.operations import Op
@@ -89,3 +92,47 @@ def homes(unrolled: UnrolledProgram) -> tuple[int, ...]:
         replaced.append(register if register in allocated else NONE)
         allocated.discard(register)
     return tuple(replaced)
+
+
+def awaited_at_once(unrolled: UnrolledProgram) -> frozenset[int]:
+    """Return the handles of communications for which the next operation waits; empty if there are worker streams.
+
+    On CUDA, such a collective may run on the caller's stream instead of another stream. This saves two events on the
+    host, and the synchronization of two streams on the device.
+    """
+    ops = [op for op in unrolled.ops if not op.defines]
+    if any(op.stream != CALLER for op in ops):
+        return frozenset()
+    waits = Counter(op.awaits for op in ops)
+    at_once = (a.starts for a, b in pairwise(ops) if a.starts and b.awaits == a.starts)
+    return frozenset(handle for handle in at_once if waits[handle] == 1)
+
+
+def workspace_buffers(unrolled: UnrolledProgram) -> frozenset[int]:
+    """Return the buffers that may lie in the workspace of collectives, so that the collectives need not copy them.
+
+    The program allocates such a buffer, and a collective that names an implementation reads all of it. No operation
+    uses the buffer after the collective started, because the collective may overwrite the workspace. No other such
+    collective uses the workspace between the first use of the buffer and this collective. The result is empty if one of
+    these collectives may run beside other operations, or if ranks may do different things: the result must be the same
+    on all ranks.
+    """
+    collectives = {at: op for at, op in enumerate(unrolled.ops) if isinstance(op, CollectiveOp) and op.by}
+    if not collectives or any(s.conditional for s in unrolled.program.walk()):
+        return frozenset()
+    if not awaited_at_once(unrolled).issuperset(op.handle for op in collectives.values()):
+        return frozenset()
+    uses: dict[int, list[int]] = {}
+    for at, op in enumerate(unrolled.ops):
+        for register in (*op.reads, *op.writes):
+            uses.setdefault(unrolled.buffers[register], []).append(at)
+    kept = {unrolled.buffers[output] for output in unrolled.outputs}
+    buffers = set[int]()
+    for at, op in collectives.items():
+        buffer, elements = unrolled.buffers[op.x], prod(unrolled.layouts[op.x].shape)
+        complete = buffer in unrolled.allocated and prod(unrolled.allocated[buffer].shape) == elements
+        if not complete or buffer in kept or buffer == unrolled.buffers[op.out] or uses[buffer][-1] > at:
+            continue
+        if not any(uses[buffer][0] <= other < at for other in collectives):
+            buffers.add(buffer)
+    return frozenset(buffers)

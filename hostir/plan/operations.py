@@ -317,13 +317,17 @@ class BarrierOp(Op):
 
 @dataclass(frozen=True)
 class CollectiveOp(Op):
-    """Starts a collective of the team. `x` and `out` are dense tensors. For an allreduce, both are the same tensor."""
+    """Starts a collective of the team. `x` and `out` are dense tensors.
+
+    For an allreduce by NCCL, both are the same tensor. `by` is the implementation; it is empty for NCCL.
+    """
 
     communication: str
     team: Group
     x: ReadRegister
     out: WrittenRegister
     handle: Start
+    by: str = ""
 
 
 @dataclass(frozen=True)

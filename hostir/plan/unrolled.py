@@ -12,7 +12,7 @@ from hostir.ir.program import Program, format_statement
 from hostir.ir.regions import is_dense
 from hostir.ir.source import HostIRError
 from hostir.ir.types import DType
-from hostir.plan.operations import AllocateOp, ElementRange, Op, SymmetricOp
+from hostir.plan.operations import AllocateOp, CollectiveOp, ElementRange, Op, SymmetricOp
 from hostir.plan.order import RankOrder
 
 
@@ -93,8 +93,18 @@ class UnrolledProgram:
 
     @property
     def memory(self) -> tuple[int, int]:
-        """Two numbers of bytes: the memory that a run allocates, and the memory of this rank's symmetric buffers."""
-        return _bytes(self.allocated.values()), _bytes(op for op in self.symmetric.values() if op.rank == self.rank)
+        """Two numbers of bytes: the memory that a run allocates, and the memory of this rank's symmetric buffers.
+
+        The second number includes the workspace of collectives.
+        """
+        symmetric = _bytes(op for op in self.symmetric.values() if op.rank == self.rank)
+        return _bytes(self.allocated.values()), symmetric + self.workspace
+
+    @property
+    def workspace(self) -> int:
+        """The number of bytes of symmetric memory into which collectives copy their operands, one after another."""
+        copied = (self.layouts[op.x] for op in self.ops if isinstance(op, CollectiveOp) and op.by)
+        return max((prod(x.shape) * self.dtypes[x.buffer].bytes for x in copied), default=0)
 
     def owner(self, register: int) -> int:
         """Return the rank whose memory holds the tensor of a register."""

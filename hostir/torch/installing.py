@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from hostir.ir.source import check_known, error, user_span
+from hostir.ir.source import error, user_span
 from hostir.knobs import TUNE
-from hostir.lower import AUTO, STRATEGIES
+from hostir.lower import AUTO
+from hostir.lower.strategies import check_strategy
 from hostir.torch import implementations
 from hostir.torch.ops.all_gather_matmul import fused_all_gather_matmul
 from hostir.torch.ops.all_gather_scaled_matmul import fused_all_gather_scaled_matmul
@@ -95,7 +96,7 @@ def install(*, strict: bool = False, strategy: str = AUTO, tune: float | None = 
     """
     if not isinstance(strict, bool):
         raise error(f"strict={strict!r}", user_span(), expected="True or False")
-    check_known("strategy", strategy, [*STRATEGIES, AUTO])
+    check_strategy(strategy)
     TUNE.get(tune)  # checks it
     functions = implementations.check_signatures(strict)
     SETTINGS.strategy, SETTINGS.strict, SETTINGS.tune = strategy, strict, tune

@@ -186,6 +186,25 @@ def reduce_scatter() -> None:
 
 
 @case
+def implementations_compute_what_plain_collectives_compute() -> None:
+    """The results have the same bits, and the ranks meet for the workspace."""
+    x = torch.randn(4, 16, 16, generator=torch.Generator().manual_seed(SEED + RANK))
+    w = torch.randn(16, 24, generator=torch.Generator().manual_seed(SEED + SIZE + RANK))
+    for by, plain, inputs in (
+        ("one_shot", programs.row_parallel("f32"), (x, w)),
+        ("two_shot", programs.row_parallel("bf16"), (x.bfloat16(), w.bfloat16())),
+        ("one_shot", programs.row_scattered("f32"), (x[:, None].expand(4, SIZE, 16, 16).contiguous(), w)),
+        ("copy_engine", programs.ag_matmul(), parts_of("bf16", m=5)),
+    ):
+        executors = [Executor(program) for program in (plain, programs.implemented(plain, by))]
+        for _ in range(2):
+            results = [executor(*inputs) for executor in executors]
+            assert all(torch.equal(one, other) for one, other in zip(*results, strict=True)), by
+        assert executors[0].symmetric_bytes == 0
+        assert executors[1].symmetric_bytes > 0
+
+
+@case
 def all_to_all() -> None:
     check(programs.swap(), lambda x: (x,))
 
@@ -720,7 +739,10 @@ def ranks_with_different_symmetric_buffers_are_refused() -> None:
     symmetric._host = lambda: f"host {RANK}"
     new = Executor(programs.pulled(), check=False)  # without a proof it shares no memory with other sizes
     message = refusal(lambda: new(*[x[:3] if x.ndim == 4 else x for x in parts_of("bf16")]))
+    summed = Executor(programs.implemented(programs.row_parallel("f32"), "one_shot"))
+    elsewhere = refusal(lambda: summed(torch.zeros(4, 16, 16), torch.zeros(16, 24)))
     symmetric._host = hosts
+    contains(elsewhere, "the ranks of @row_parallel run on several hosts, which share no memory")
     contains(message, "the ranks of @pulled run on several hosts, which share no memory", "rank 0: ", "rank 1: ")
 
 

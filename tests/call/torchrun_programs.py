@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 from hostir.ir import parse
-from hostir.ir.program import Program
+from hostir.ir.comm_ops import Implemented
+from hostir.ir.op import Statement
+from hostir.ir.program import Program, rewrite
 from tests.call import programs
 
 SIZE = int(os.environ["WORLD_SIZE"])
@@ -69,6 +72,17 @@ program @row_scattered(%a: {dtype}[4, {n}, 16, {k}@didx], %b: {dtype}[{k}@didx, 
   free %p
 }}
 """)
+
+
+def implemented(program: Program, by: str) -> Program:
+    """Return the program with the implementation `by` of every collective that has it."""
+
+    def change(s: Statement) -> tuple[Statement, ...]:
+        return (replace(s, by=by),) if isinstance(s, Implemented) and by in s.implementations else (s,)
+
+    changed = program.with_body(rewrite(program.body, change))
+    assert changed != program
+    return changed
 
 
 def swap(mesh: str = RANKS) -> Program:

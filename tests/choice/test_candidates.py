@@ -11,10 +11,11 @@ import pytest
 import hostir as hi
 from examples import patterns
 from hostir.choice import platforms
-from hostir.choice.candidates import candidates_of, uses_peers
+from hostir.choice.candidates import candidates_of
 from hostir.choice.choices import Candidate
 from hostir.choice.hardware import CPU, H200
 from hostir.choice.platforms import FOR_TESTING, Platform, reference
+from hostir.ir.program import shares_memory
 from hostir.lower import STRATEGIES
 from tests.choice.fusions import turned
 
@@ -32,8 +33,8 @@ def reasons(fusion: hi.Fusion, platform: Platform = H200X4) -> dict[str, str]:
 
 
 def test_an_allgather_of_rows_can_run_with_every_strategy() -> None:
-    candidates = candidates_of(patterns.allgather_matmul(S=4).program(), H200X4)
-    assert {c.strategy for c in candidates.programs} == STRATEGIES.keys()
+    candidates = candidates_of(patterns.allgather_matmul(S=4).program(), H200X4, for_testing=True)
+    assert {c.strategy for c in candidates.programs} == {*STRATEGIES, "sequential by copy_engine"}
     assert {c.streams for c in candidates.programs if c.strategy == "pipeline"} == {2, 4}
     assert {c.kernels for c in candidates.programs} == {"cublas", "triton"}
     assert candidates.impossible == candidates.not_overlapped == ()
@@ -65,6 +66,14 @@ def test_the_reason_is_the_refusal_of_the_lowering() -> None:
     assert strategies(patterns.row_parallel()) == {"sequential", "pipeline", "ring", "fused", "push"}
 
 
+def test_a_candidate_that_names_an_implementation_of_a_collective_must_have_been_measured() -> None:
+    named = {"sequential by one_shot", "sequential by two_shot"}
+    measurable = candidates_of(patterns.row_parallel().program(), H200X4, for_testing=True)
+    assert named < {candidate.strategy for candidate in measurable.programs}
+    refusals = reasons(patterns.row_parallel())
+    assert all("only where it was measured: 'hostir tune' does it" in refusals[strategy] for strategy in named)
+
+
 def test_a_fusion_without_communication_has_only_the_sequential_candidate() -> None:
     assert strategies(patterns.no_communication()) == {"sequential"}
     assert set(reasons(patterns.no_communication())) == {"pipeline", "ring", "fused", "push"}
@@ -88,8 +97,9 @@ def test_a_communication_that_one_candidate_overlaps_is_not_reported() -> None:
 def test_without_peer_access_only_candidates_with_collectives_remain(change: Mapping[str, str], reason: str) -> None:
     candidates = candidates_of(patterns.allgather_matmul().program(), replace(GPUS, **change))
     assert {c.strategy for c in candidates.programs} == {"sequential", "pipeline"}
-    assert not any(uses_peers(p) for p in candidates.programs.values())
-    assert {it.candidate.strategy for it in candidates.impossible} == {"ring", "fused", "push"}
+    assert not any(shares_memory(p) for p in candidates.programs.values())
+    impossible = {"ring", "fused", "push", "sequential by copy_engine"}
+    assert {it.candidate.strategy for it in candidates.impossible} == impossible
     assert all(reason in it.reason and it.warn for it in candidates.impossible)
 
 

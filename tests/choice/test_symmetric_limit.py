@@ -64,7 +64,8 @@ def test_a_measured_candidate_that_does_not_fit_is_not_taken() -> None:
     entries = {c: Entry.measured(p, 9.0 + (c.strategy == "sequential")) for c, p in limited.measurable.programs.items()}
     choice = limited.choice({}, entries)
     assert choice.source == "measured"
-    assert {timing.candidate.strategy for timing in choice.timings} == {"sequential", "pipeline"}
+    taken = {timing.candidate.strategy for timing in choice.timings}
+    assert taken == {"sequential", "sequential by copy_engine", "pipeline"}
 
 
 def test_a_limit_is_an_argument_or_a_knob() -> None:
@@ -98,7 +99,7 @@ def test_a_call_takes_a_candidate_that_fits_at_its_sizes() -> None:
     limited = Ranges(decider(needed, fusion), {})
     assert limited.representative({"M": 5000}) == {"M": 4096}
     assert limited.candidate({"M": 5000}) == fastest
-    assert limited.candidate({"M": 5002}).strategy == "sequential"
+    assert limited.candidate({"M": 5002}).strategy.startswith("sequential")
 
 
 def test_explain_shows_the_symmetric_memory(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ def test_syntax_marks_optional_parts_and_results_with_a_type() -> None:
     }
     assert forms["select"] == {"program": "%out = select %x[<index>] (axis <axis>)?"}
     assert forms["reshape"] == {"fusion, program": "%out: <type> = reshape %x"}
-    assert forms["allgather"]["program"] == "%handle = allgather %x -> %out over <over>"
+    assert forms["allgather"]["program"] == "%handle = allgather %x -> %out over <over> (by <by>)?"
     assert forms["for"] == {"program": "for %index in 0..<count> { ... }"}
 
 

@@ -98,6 +98,19 @@ def cases() -> list[Case]:
             Case(f"all_reduce {dtype}", programs.row_parallel(dtype), product, lambda a, b: (summed(a, b),)),
             Case(f"reduce_scatter {dtype}", programs.row_scattered(dtype), twice, summed_and_scattered),
         ]
+    for dtype in ("f32", "bf16"):
+        reduced, scattered = programs.row_parallel(dtype), programs.row_scattered(dtype)
+        copied = programs.implemented(programs.ag_matmul(dtype=dtype), "copy_engine")
+        every += [
+            Case(f"by copy_engine {dtype}", copied, product),
+            Case(f"by copy_engine ragged {dtype}", copied, product, m=5),
+        ]
+        for by in ("one_shot", "two_shot"):
+            case = Case(f"by {by} {dtype}", programs.implemented(reduced, by), product, lambda a, b: (summed(a, b),))
+            every.append(case)
+        if SIZE in (2, 4, 8):
+            one_shot = programs.implemented(scattered, "one_shot")
+            every.append(Case(f"by one_shot, scattered {dtype}", one_shot, twice, summed_and_scattered))
     backwards = " ".join(map(str, reversed(range(SIZE))))
     every += [
         Case("all_to_all", programs.swap(), lambda x: (x,)),
@@ -408,9 +421,11 @@ def main() -> None:
             results += [layers_share_memory(strategy) for strategy in ("ring", "fused", "push")]
         if not wanted or "decoder" in wanted:
             results += [decoder(m, "push", kernels) for m in (1, 16, 64) for kernels in ("aten", "triton")]
-            results += [decoder(16, strategy, "triton") for strategy in ("ring", "fused")]
+            others = ("ring", "fused", "sequential by one_shot", "sequential by two_shot")
+            results += [decoder(16, strategy, "triton") for strategy in others]
         if not wanted or "modes" in wanted:
-            results += [modes_take_turns(s, k) for s in ("ring", "fused", "push") for k in ("aten", "triton")]
+            gathers = ("ring", "fused", "push", "sequential by copy_engine")
+            results += [modes_take_turns(s, k) for s in gathers for k in ("aten", "triton")]
     with session("cuda"):  # a second session connects again
         again = [*chosen[:1], Case("copies", hi.lower(hi.parse(ROWS), "fused"), product, m=512 * SIZE)]
         results += [ran(case, "triton") for case in again]

@@ -32,7 +32,7 @@ from hostir.ir.source import HostIRError
 from hostir.job.session import Session, session
 from hostir.kernels.matmul.tiles import SCALE_BLOCK
 from hostir.kernels.scales import flat_scales, of_blocks
-from hostir.lower import STRATEGIES
+from hostir.lower.strategies import strategies
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import patterns
@@ -175,8 +175,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with session(chosen.device) as joined:
         assert joined
         seed = int(joined.exchange("seed", str(int(time.time())))[0])  # the same on all ranks
-        for case, strategy, (name, pattern) in itertools.product(CASES[chosen.device], STRATEGIES, [*every_pattern()]):
-            label = f"{name:37} {strategy:10} {case[0]:4} {case[1]:6}"
+        for case, strategy, (name, pattern) in itertools.product(
+            CASES[chosen.device], strategies(), [*every_pattern()]
+        ):
+            label = f"{name:37} {strategy:26} {case[0]:4} {case[1]:6}"
             if chosen.only not in label:
                 continue
             if any(joined.exchange("over", "over" if time.monotonic() - begun > chosen.seconds else "")):

@@ -24,6 +24,9 @@ SCALED = ["quantized_rows", "scaled_row_parallel", "scaled_batch_gathered"]
 EVERY = ["allgather_matmul", "row_parallel", "row_parallel_scattered", "mlp_2d", "attention_output"]
 LOWERED = {
     "sequential": [*EVERY, *SCALED, "weight_gathered", "gather", "scatter", "broadcast", "alltoall", "sendrecv"],
+    "sequential by one_shot": ["row_parallel", "row_parallel_scattered"],
+    "sequential by two_shot": ["row_parallel"],
+    "sequential by copy_engine": ["allgather_matmul"],
     "pipeline": [*EVERY, "mlp", "allgather_matmul_rows", "weight_gathered"],
     "ring": [*EVERY, *SCALED, "mlp", "all_gather", "all_reduce"],
     "fused": [*EVERY, *SCALED, "mlp", "allgather_matmul_rows"],
@@ -35,6 +38,10 @@ every_program = pytest.mark.parametrize(
 )
 
 
+def file_name(name: str, strategy: str) -> str:
+    return f"{name}-{strategy.replace(' ', '_')}.hir"
+
+
 @pytest.mark.parametrize("name", FUSIONS)
 def test_a_fusion_prints_as_its_golden_file(name: str, golden: Golden) -> None:
     golden(f"patterns/{name}-fusion.hir", str(PATTERNS[name]()))
@@ -42,7 +49,7 @@ def test_a_fusion_prints_as_its_golden_file(name: str, golden: Golden) -> None:
 
 @every_program
 def test_a_lowered_pattern_prints_as_its_golden_file(name: str, strategy: str, golden: Golden) -> None:
-    golden(f"patterns/{name}-{strategy}.hir", str(hi.lower(PATTERNS[name](), strategy)))
+    golden(f"patterns/{file_name(name, strategy)}", str(hi.lower(PATTERNS[name](), strategy)))
 
 
 def test_on_one_stream_copies_and_their_signals_alternate(golden: Golden) -> None:
@@ -53,7 +60,7 @@ def test_on_one_stream_copies_and_their_signals_alternate(golden: Golden) -> Non
 
 @every_program
 def test_a_golden_file_is_a_program_that_is_proved_and_runs(name: str, strategy: str) -> None:
-    file = CASES / f"{name}-{strategy}.hir"
+    file = CASES / file_name(name, strategy)
     program = hi.parse(file.read_text(), str(file))
     fusion = hi.parse(str(PATTERNS[name]()))
     assert hi.check(program) == []
@@ -78,6 +85,6 @@ def test_a_fusion_without_communication_has_one_program() -> None:
 
 def test_no_golden_file_is_left_over() -> None:
     expected = {
-        f"{name}-{strategy}.hir" for strategy, names in {**LOWERED, "fusion": FUSIONS}.items() for name in names
+        file_name(name, strategy) for strategy, names in {**LOWERED, "fusion": FUSIONS}.items() for name in names
     }
     assert {file.name for file in CASES.iterdir()} == {*expected, ON_ONE_STREAM}

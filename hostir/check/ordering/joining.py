@@ -183,7 +183,7 @@ def _agree(sides: Sequence[Side | None]) -> bool:
     if first is None or None in sides:
         return False
     every = [side for side in sides if side is not None]
-    if any(side.exchange.communication != first.exchange.communication for side in every):
+    if any(side.exchange.named != first.exchange.named for side in every):
         return False
     if any(side.exchange.moves is None for side in every):
         return len({(side.exchange.team, *_form(side)) for side in every}) == 1

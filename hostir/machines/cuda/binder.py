@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hostir.job.offers import WORKSPACE
 from hostir.job.symmetric import SharedMemory
 from hostir.kernels.contractions import IN_TRITON
 from hostir.kernels.dtypes import torch_dtype
@@ -19,10 +20,11 @@ from hostir.machines.cuda.context import PlanContext
 from hostir.machines.cuda.copies import CopySteps
 from hostir.machines.cuda.credits import CallBoundary, uses_flags
 from hostir.machines.cuda.flags import CudaFlags
-from hostir.machines.cuda.nccl import awaited_at_once, collective, messages
+from hostir.machines.cuda.implementations import SymmetricCollectives
+from hostir.machines.cuda.nccl import collective, messages
 from hostir.machines.cuda.streams import join, record, wait
 from hostir.machines.cuda.timeline import Timeline
-from hostir.plan.lifetimes import late_streams
+from hostir.plan.lifetimes import awaited_at_once, late_streams
 from hostir.plan.operations import (
     CALLER,
     AllocateOp,
@@ -111,6 +113,7 @@ class CudaBinder:
 
     Fields:
         memory, one_sided: the symmetric memory and its operations; None if the program has no symmetric memory.
+        implementations: makes the steps of collectives that NCCL does not run; None if there are none.
         steps, ops: the steps in issue order, and the operation of each step.
         in_captures: steps that replace elements of `steps` during a capture, by the positions of these elements.
         launches: the steps that only launch Triton kernels, with their operations.
@@ -123,7 +126,7 @@ class CudaBinder:
         inlined: the handles of the collectives that have been bound to the caller's stream so far.
         marks: the handles that are events of a stream, and not torch's `Work` objects.
         switches: the steps that only make another stream the current one.
-        engine_copies: the buffers that copy engines copy to or from a peer.
+        engine_copies: the buffers that copy engines copy to or from symmetric memory.
         unnoticed: the number of steps at the beginning of a run that have no effect on peers or on the next run.
     """
 
@@ -134,6 +137,9 @@ class CudaBinder:
         self.context = context
         self.memory = memory
         self.one_sided = None if memory is None else CudaOneSided(context, memory)
+        self.implementations: SymmetricCollectives | None = None
+        if memory is not None and (WORKSPACE, context.unrolled.rank) in memory.flat:
+            self.implementations = SymmetricCollectives(context, memory, machine.groups.all_ranks)
         self.timeline = timeline
         self.steps: list[Step] = []
         self.ops: list[Op] = []
@@ -206,7 +212,10 @@ class CudaBinder:
         return step
 
     def add_allocate(self, op: AllocateOp) -> None:
-        self.here(op, bind_allocate(op, self.context.registers, self.context.device))
+        if self.implementations is not None and op.out in self.implementations.buffers:
+            self.context.registers[op.out] = self.implementations.space(op.out)
+        else:
+            self.here(op, bind_allocate(op, self.context.registers, self.context.device))
 
     def add_symmetric(self, op: SymmetricOp) -> None:
         """Put a symmetric buffer into its register now, and add no step, because every run uses the same buffer."""
@@ -275,14 +284,21 @@ class CudaBinder:
         self.direct(op, self.flagged.flags.barrier(op))
 
     def add_collective(self, op: CollectiveOp) -> None:
+        if op.by and self.implementations is not None:
+            (self.inlined if self.implementations.inline else self.marks).add(op.handle)
+            self.engine_copies.update(self.context.unrolled.buffers[register] for register in (op.x, op.out))
+            self.here(op, self.implementations.collective(op))
+            return
         inline = op.handle in self.awaited_at_once
         if inline:
             self.inlined.add(op.handle)
-        self.here(op, collective(op, self.context.registers, *self.machine.groups.of(op.team), inline))
+        start = collective(op, self.context.registers, *self.machine.groups.of(op.team), inline)
+        self.here(op, self.implementations.in_order(op, start) if self.implementations and not inline else start)
 
     def add_messages(self, op: MessagesOp) -> None:
         groups = self.machine.groups if op.collective else self.machine.messages
-        self.here(op, messages(op, self.context.registers, *groups.of(op.team), self.context.device))
+        start = messages(op, self.context.registers, *groups.of(op.team), self.context.device)
+        self.here(op, self.implementations.in_order(op, start) if self.implementations and op.collective else start)
 
     def add_wait(self, op: WaitOp) -> None:
         registers, streams, handle, stream = self.context.registers, self.context.streams, op.handle, op.stream

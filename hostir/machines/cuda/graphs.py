@@ -17,8 +17,8 @@ eager calls. So calls of one executor run in order, even if they are made on dif
 Programs that communicate through NCCL are not captured here. All ranks must capture the same call together, and they
 must replay the graphs of this common capture [NCCL 2025]. But addresses differ between ranks: a call at known addresses
 on one rank may be a call at new addresses on another rank. So the ranks would not capture the same call. But the caller
-can capture a call on all ranks at once. One-sided copies, signals and barriers need no such agreement: a peer sees no
-difference between captured operations and eager operations.
+can capture a call on all ranks at once. One-sided copies, signals and barriers need no such agreement, and neither do
+collectives of torch's symmetric memory: a peer sees no difference between captured operations and eager operations.
 
 - [NCCL 2025] NVIDIA Collective Communication Library user guide, *Using NCCL with CUDA Graphs*.
 """
@@ -39,6 +39,7 @@ from hostir.job.links import headline
 from hostir.machines.binding import Part
 from hostir.machines.cuda.driver import Allocations
 from hostir.machines.cuda.streams import own_stream
+from hostir.plan.operations import CollectiveOp
 from hostir.plan.unrolled import UnrolledProgram
 
 LOG = logger(__name__)
@@ -79,7 +80,7 @@ def uniform_only(unrolled: UnrolledProgram) -> str:
     """Return the reason why a rank must not capture a program unless all other ranks do so too; empty if it may."""
     if not any(op.in_graph for op in unrolled.ops):
         return "nothing runs with these sizes, and torch warns of an empty graph"
-    op = next((op for op in unrolled.ops if op.by_group), None)
+    op = next((op for op in unrolled.ops if op.by_group and not (isinstance(op, CollectiveOp) and op.by)), None)
     if op is None:
         return ""
     return f"{unrolled.describe(op)} goes through NCCL, which all ranks must capture and replay together"

@@ -17,12 +17,11 @@ from torch._C._distributed_c10d import (
     AllToAllOptions,
 )
 
-from hostir.ir.program import Program
+from hostir.ir.program import Program, shares_memory
 from hostir.ir.source import HostIRError
 from hostir.job.groups import Groups
 from hostir.job.links import headline
 from hostir.job.offers import KindOfSizes
-from hostir.job.symmetric import shares_memory
 from hostir.kernels.contractions import BY_CUBLAS
 from hostir.kernels.dtypes import torch_dtype
 from hostir.kernels.layout import Words

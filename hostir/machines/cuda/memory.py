@@ -6,10 +6,11 @@ Streams copy to and from a peer's memory with copy engines, set flags in it, and
 from __future__ import annotations
 
 import contextlib
-import functools
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from hostir.ir.types import FLAG
 from hostir.job.groups import world
 from hostir.job.links import headline
-from hostir.job.offers import BufferInfo, Offer
+from hostir.job.offers import WORKSPACE, BufferInfo, Offer
 from hostir.job.symmetric import SharedMemory
 from hostir.knobs import set_by_launcher
 from hostir.machines.cuda.driver import in_batches
@@ -111,6 +112,7 @@ class PeerMemory:
         Returns the reason why the GPU does not become idle; empty if the GPU is idle.
         """
         streams, began, problems = calling_streams(self.device), time.monotonic(), list[str]()
+        streams += [kept for memory in memories for kept in memory.kept.values() if isinstance(kept, torch.cuda.Stream)]
 
         def is_busy() -> bool:
             """Return True if the GPU works, or if NCCL is being aborted."""
@@ -131,11 +133,11 @@ class PeerMemory:
             while must_wait(PATIENT):
                 time.sleep(PAUSE)
             if is_busy():
-                self.raise_flags(memories, functools.partial(must_wait, RAISING))
+                self.raise_flags(memories, partial(must_wait, RAISING))
             waiting = is_busy()
             aborting.start()
             if waiting:
-                self.raise_flags(memories, functools.partial(must_wait, ABORTED))
+                self.raise_flags(memories, partial(must_wait, ABORTED))
             while must_wait(ABORTED):
                 time.sleep(PAUSE)
             if is_busy():
@@ -151,8 +153,8 @@ class PeerMemory:
         """Fill this rank's buffers with NaN once, and raise its flags repeatedly while `needed` returns True.
 
         It is not enough to raise the flags once: a call that ends resets its flags, and the next call waits for them
-        again. Copy engines fill the buffers, because kernels that wait may hold all SMs. All work goes to the stream
-        `aside`.
+        again. The signals of torch's kernels are set and reset in turn. Copy engines fill the buffers and set these
+        signals, because kernels that wait may hold all SMs. All work goes to the stream `aside`.
         """
         aside = self.aside
         if aside is None:
@@ -161,11 +163,28 @@ class PeerMemory:
             for memory in memories:
                 memory.overwrite(self.rank, self.nans)
         issue, issued = in_batches(raised_flags(self.rank, memories)), torch.cuda.Event()
+        pads = [pad for memory in memories for pad in self.signal_pads(memory)]
+        on_host = partial(torch.full_like, device="cpu", pin_memory=self.device.type == "cuda")
+        states = itertools.cycle([[on_host(pad, state) for pad in pads] for state in (1, 0)])
         while needed():
             if issued.query():
                 issue(aside.cuda_stream)
+                with torch.cuda.stream(aside):
+                    for pad, state in zip(pads, next(states), strict=True):
+                        pad.copy_(state, non_blocking=True)
                 issued.record(aside)
             time.sleep(PAUSE)
+
+    def signal_pads(self, memory: SharedMemory) -> list[torch.Tensor]:
+        """Return this rank's signals of torch's kernels in a list; the list is empty if no such kernel uses `memory`.
+
+        A kernel that waits for a peer waits until its signal is 1, and sets it to 0. A kernel that signals a peer waits
+        until the peer's signal is 0, and sets it to 1.
+        """
+        handle = memory.kept.get("handle")
+        if handle is None or (WORKSPACE, self.rank) not in memory.flat:
+            return []
+        return [handle.get_signal_pad(self.rank).view(torch.int32)]
 
     def close(self) -> None:
         """Do nothing: the memory is freed together with the plans that use it."""
@@ -187,6 +206,8 @@ class PeerMemory:
         Because of this wait, the first call may be made on any stream.
         """
         prepare(self.rank, memory)
+        for pad in self.signal_pads(memory):
+            pad.zero_()
         torch.cuda.synchronize(self.device)
 
     def hidden(self, unrolled: UnrolledProgram) -> tuple[BufferInfo, ...]:

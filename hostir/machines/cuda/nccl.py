@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,26 +13,7 @@ from torch._C._distributed_c10d import (
 )
 
 from hostir.machines.binding import Step
-from hostir.plan.operations import (
-    CALLER,
-    CollectiveOp,
-    MessagesOp,
-)
-from hostir.plan.unrolled import UnrolledProgram
-
-
-def awaited_at_once(unrolled: UnrolledProgram) -> frozenset[int]:
-    """Return the handles of communications for which the next operation waits; empty if there are worker streams.
-
-    NCCL may run such a collective on the caller's stream instead of NCCL's internal stream. This saves two events on
-    the host, and the synchronization of two streams on the device.
-    """
-    ops = [op for op in unrolled.ops if not op.defines]
-    if any(op.stream != CALLER for op in ops):
-        return frozenset()
-    waits = Counter(op.awaits for op in ops)
-    at_once = (a.starts for a, b in pairwise(ops) if a.starts and b.awaits == a.starts)
-    return frozenset(handle for handle in at_once if waits[handle] == 1)
+from hostir.plan.operations import CollectiveOp, MessagesOp
 
 
 def collective(

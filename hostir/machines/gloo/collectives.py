@@ -65,11 +65,11 @@ def allgather(op: CollectiveOp, registers: list[Any], group: Any, members: Membe
 
 
 def allreduce(op: CollectiveOp, registers: list[Any], group: Any, members: Members, finish: Finish) -> None:
-    """All-reduce in place: every rank gets the sum."""
-    x = registers[op.out]
+    """All-reduce: every rank gets the sum."""
+    x = registers[op.x]
     parts = x.new_empty(len(members), x.numel())
     _gather(x, parts.unbind(0), _places(op, members), group, finish)
-    add_up(x.view(-1), parts.unbind(0))
+    add_up(registers[op.out].view(-1), parts.unbind(0))
 
 
 def reduce_scatter(op: CollectiveOp, registers: list[Any], group: Any, members: Members, finish: Finish) -> None:

@@ -99,7 +99,7 @@ class CollectiveSide:
 
     def agrees(self, other: CollectiveSide) -> bool:
         """Return True if this side and `other` belong to the same communication."""
-        if self.exchange.communication != other.exchange.communication:
+        if self.exchange.named != other.exchange.named:
             return False
         if self.exchange.moves is None or other.exchange.moves is None:
             return self.exchange.team == other.exchange.team and self.shapes == other.shapes

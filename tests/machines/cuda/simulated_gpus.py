@@ -105,6 +105,16 @@ class InProduct(Event):
         raise AssertionError("the task would run beside the product")
 
 
+@dataclass
+class Handle:
+    """The handle of torch's symmetric memory: the memory of all ranks, and the signals of torch's kernels."""
+
+    memory: dict[int, torch.Tensor]
+
+    def get_signal_pad(self, rank: int) -> torch.Tensor:
+        return Gpus.here.pads.setdefault(rank, torch.zeros(len(self.memory), dtype=torch.int32))
+
+
 class Shared(PeerMemory):
     """Symmetric memory in this process."""
 
@@ -121,6 +131,7 @@ class Shared(PeerMemory):
         """Do nothing: the memory exists already."""
 
     def map(self, offers: Sequence[Offer], ranks: set[int]) -> dict[int, torch.Tensor]:
+        self.handle = Handle(dict(self.memory))
         return {rank: self.memory[rank] for rank in ranks}
 
 
@@ -131,6 +142,7 @@ class Gpus:
     here: Gpus = field(init=False, repr=False)
     streams: list[Stream] = field(default_factory=list)
     waiting: bool = False
+    pads: dict[int, torch.Tensor] = field(default_factory=dict)  # by rank: the signals of torch's kernels
     pushes: int = 0  # the number of products that have stored to peers since the latest plans were made
     current: Stream = field(init=False)
     running: threading.Lock = field(default_factory=threading.Lock)

@@ -1,0 +1,38 @@
+"""Estimate collectives that NCCL does not run: see `hostir.ir.comm_ops.Implemented`.
+
+The constants are fitted to the times of torch's operators in benchmarks/results/2xH100, alone and behind a matmul, with
+8 KB to 268 MB of bf16. They describe torch's kernels, which have at most 24 thread blocks. So they are the same for all
+GPUs with NVLink. Times on more than 2 ranks, and on H200, were not measured.
+"""
+
+from __future__ import annotations
+
+from hostir.choice.cost import CostTransfer
+from hostir.choice.hardware import Hardware
+from hostir.ir.comm_ops import COPY_ENGINE, ONE_SHOT, TWO_SHOT
+
+KERNEL = 9.0  # microseconds of a barrier, or of another kernel of torch's that moves few bytes
+READ = 180.0  # GB/s at which the kernel of `one_shot` reads from peers
+MOVE = 410.0  # GB/s of `two_shot`, counting bytes as for NCCL: those that leave a rank, and half of those that it keeps
+SMALL_COPY = 3.0  # microseconds of a copy of few bytes within the GPU
+
+
+def implemented(transfer: CostTransfer, hardware: Hardware) -> float | None:
+    """Return the microseconds of a collective that NCCL does not run; None if NCCL runs it.
+
+    The operand is first copied to the workspace, unless it lies there.
+    """
+    keyword, _, by = transfer.collective.partition(" by ")
+    size, ranks = transfer.bytes / 1e3, transfer.ranks  # kilobytes, so that a rate in GB/s gives microseconds
+    copied = 0.0 if transfer.in_workspace else SMALL_COPY + 2 * size / hardware.memory
+    if by == ONE_SHOT and keyword == "allreduce":
+        in_kernel = max(copied - SMALL_COPY, 0.0)  # the kernel makes the copy
+        return KERNEL + in_kernel + (ranks - 1) * size / READ
+    if by in (ONE_SHOT, TWO_SHOT):
+        steps = 2 if by == TWO_SHOT else 1
+        return copied + KERNEL + size * (steps * (ranks - 1) + 0.5) / ranks / MOVE
+    if by == COPY_ENGINE:
+        part = size / ranks
+        to_workspace = 0.0 if transfer.in_workspace else SMALL_COPY + 2 * part / hardware.memory
+        return to_workspace + 2 * KERNEL + (ranks - 1) * (hardware.copy + part / hardware.link)
+    return None

@@ -1,0 +1,470 @@
+"""Collectives of torch's symmetric memory as CUDA plans issue them, on simulated GPUs that model torch's kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import hostir as hi
+from examples import patterns
+from hostir.ir.program import Program
+from hostir.ir.source import HostIRError
+from hostir.job.groups import Groups
+from hostir.job.offers import WORKSPACE
+from hostir.machines.cuda import implementations
+from hostir.machines.cuda.graphs import uniform_only
+from hostir.machines.cuda.implementations import SymmetricCollectives
+from hostir.plan.lifetimes import workspace_buffers
+from hostir.plan.operations import CollectiveOp
+from hostir.plan.unroll import unroll
+from tests.machines.cuda.simulated_gpus import Event, Gpus, Handle, Stream, gpus, plans
+from tests.machines.cuda.test_midway import Job, impatient
+from tests.machines.cuda.test_onesided import check_calls
+
+__all__ = ["gpus", "impatient"]  # fixtures
+OPERATORS = (
+    "one_shot_all_reduce_copy_out",
+    "one_shot_all_reduce_out",
+    "two_shot_all_reduce_out",
+    "two_shot_all_reduce_",
+    "reduce_scatter_out",
+)
+
+
+class Kernels:
+    """Models torch's kernels: each copies and sums between exchanges of signals, as tasks of the current stream."""
+
+    def __init__(self, gpus: Gpus, collectives: SymmetricCollectives, handle: Handle) -> None:
+        self.gpus, self.handle = gpus, handle
+        self.rank, self.memory = collectives.context.unrolled.rank, handle.memory
+
+    def add(self, do: Callable[[], object]) -> None:
+        self.gpus.current.add(do)
+
+    def barrier(self) -> None:
+        """Set this rank's signal at every peer once it is reset, then wait for every peer's signal and reset it."""
+        mine = self.handle.get_signal_pad(self.rank)
+        for peer in self.memory:
+            theirs = self.handle.get_signal_pad(peer)
+            self.gpus.current.add(partial(theirs.__setitem__, self.rank, 1), lambda pad=theirs: not pad[self.rank])
+        for peer in self.memory:
+            self.gpus.current.add(partial(mine.__setitem__, peer, 0), lambda peer=peer: bool(mine[peer]))
+
+    def spaces(self, like: torch.Tensor) -> list[torch.Tensor]:
+        """Return the workspaces of all ranks, flat."""
+        size = like.numel() * like.element_size()
+        return [self.memory[rank][:size].view(like.dtype) for rank in sorted(self.memory)]
+
+    def get_buffer(self, peer: int, shape: Any, dtype: torch.dtype) -> torch.Tensor:
+        return self.spaces(torch.empty(shape, dtype=dtype))[peer].view(shape)
+
+    def one_shot_all_reduce_copy_out(self, space: torch.Tensor, x: torch.Tensor, *rest: Any) -> None:
+        assert implementations.is_aligned(x)
+        self.add(lambda: space.copy_(x))
+        self.one_shot(space, *rest)
+
+    def one_shot_all_reduce_out(self, space: torch.Tensor, *rest: Any) -> None:
+        self.one_shot(space, *rest)
+
+    def one_shot(self, space: torch.Tensor, op: str, group: str, out: torch.Tensor) -> None:
+        assert (op, group) == ("sum", "everyone")
+        assert implementations.is_aligned(out)
+        assert out.shape == space.shape
+        spaces = self.spaces(space)
+        self.barrier()
+        self.add(lambda: out.copy_(sum(spaces).view(out.shape)))
+        self.barrier()
+
+    def parts(self, space: torch.Tensor) -> list[list[torch.Tensor]]:
+        """Return the part of each rank in each workspace, first by workspace."""
+        return [[*x.tensor_split(len(self.memory))] for x in self.spaces(space)]
+
+    def two_shot_all_reduce_out(self, space: torch.Tensor, op: str, group: str, out: torch.Tensor) -> None:
+        assert len(self.memory) in (2, 4, 8)
+        assert implementations.is_aligned(out)
+        parts = self.parts(space)
+        mine = parts[self.rank][self.rank]
+        self.barrier()
+        self.add(lambda: mine.copy_(sum(each[self.rank] for each in parts)))
+        self.barrier()
+        self.add(lambda: out.copy_(torch.cat([each[i] for i, each in enumerate(parts)]).view(out.shape)))
+        self.barrier()
+
+    def two_shot_all_reduce_(self, space: torch.Tensor, op: str, group: str) -> None:
+        parts = self.parts(space)
+
+        def store() -> None:
+            total = sum(each[self.rank] for each in parts)
+            for each in parts:
+                each[self.rank].copy_(total)
+
+        self.barrier()
+        self.add(store)
+        self.barrier()
+
+    def reduce_scatter_out(self, space: torch.Tensor, group: str, last: bool, out: torch.Tensor) -> None:
+        assert (space.dim(), out.dim(), last) == (1, 1, False)
+        parts = self.parts(space)
+        self.barrier()
+        self.add(lambda: out.copy_(sum(each[self.rank] for each in parts)))
+        self.barrier()
+
+
+@pytest.fixture(autouse=True)
+def torchs_kernels(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace torch's operators and copies by the models."""
+    original = SymmetricCollectives.__init__
+
+    def init(self: SymmetricCollectives, context: Any, memory: Any, all_ranks: Any) -> None:
+        original(self, context, memory, lambda: SimpleNamespace(group_name="everyone"))
+        memory.kept["kernels"] = Kernels(gpus, self, memory.kept["handle"])
+
+    handle = property(lambda self: self.memory.kept["kernels"])
+    monkeypatch.setattr(SymmetricCollectives, "__init__", init)
+    monkeypatch.setattr(SymmetricCollectives, "handle", handle)
+    monkeypatch.setattr(SymmetricCollectives, "operator", lambda self, op, name: getattr(self.handle, name))
+    monkeypatch.setattr(implementations, "copy", lambda out, x: gpus.current.add(lambda: out.copy_(x)))
+
+
+def program(ranks: int, body: str, x: str, y: str, streams: int = 0) -> Program:
+    lines = "".join(f"  {line}\n" for line in body.splitlines())
+    pool = f" streams {streams}" if streams else ""
+    mesh = " ".join(map(str, range(ranks)))
+    return hi.parse(f"hostir 1\nmesh @mesh [didx] = {mesh}\nprogram @p(%x: {x}) -> (%y){pool} {{\n{lines}}}\n")
+
+
+def reduced(by: str, ranks: int) -> Program:
+    body = f"%y: f32[6, 8] = allocate\n%h = allreduce %x -> %y over didx by {by}\nwait %h"
+    return program(ranks, body, "f32[6, 8] partial(didx)", "f32[6, 8]")
+
+
+def gathered(ranks: int, dtype: str = "f32") -> Program:
+    body = f"%y: {dtype}[{ranks}, 3] = allocate\n%h = allgather %x -> %y over didx by copy_engine\nwait %h"
+    return program(ranks, body, f"{dtype}[{ranks}@didx, 3]", f"{dtype}[{ranks}, 3]")
+
+
+def scattered(ranks: int) -> Program:
+    y = f"f32[{ranks}@didx, 8]"
+    body = f"%y: {y} = allocate\n%h = reduce_scatter %x -> %y over didx by one_shot\nwait %h"
+    return program(ranks, body, f"f32[{ranks}, 8] partial(didx)", y)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(reduced(by, ranks) for by in ("one_shot", "two_shot") for ranks in (2, 3, 4)),
+        *(gathered(ranks) for ranks in (2, 3, 4)),
+        *(scattered(ranks) for ranks in (2, 4)),
+    ],
+    ids=lambda p: f"{p.body[1].keyword()} by {p.body[1].by} {p.ranks}",
+)
+@pytest.mark.parametrize("executors", [1, 2])
+def test_calls_that_follow_each_other_at_once_are_right_in_every_order(
+    text: Program, seed: int, executors: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_calls(text, gpus, seed, monkeypatch, calls=4, executors=executors)
+
+
+SLICES = """%y: f32[4, 8, 8] = allocate
+%z: f32[4, 8, 8] partial(didx) = allocate
+%user = current_stream
+for %s in 0..2 { set_stream %s   synchronize %user }
+for %i in 0..4 {
+  set_stream %i % 2
+  %x_i = select %x[%i]
+  %y_i = select %y[%i]
+  %z_i = select %z[%i]
+  add %x_i, %x_i -> %z_i
+  %h = allreduce %z_i -> %y_i over didx by one_shot
+  wait %h
+  relu %y_i -> %y_i
+}
+set_stream %user
+for %s in 0..2 { synchronize %s }
+free %z"""
+
+
+def slices(by: str = "one_shot") -> Program:
+    body = SLICES.replace("one_shot", by)
+    return program(2, body, "f32[4, 8, 8] partial(didx)", "f32[4, 8, 8]", streams=2)
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("by", ["one_shot", "two_shot"])
+def test_collectives_on_several_streams_run_one_after_another(
+    by: str, seed: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_calls(slices(by), gpus, seed, monkeypatch, calls=2)
+
+
+def test_collectives_of_all_kinds_share_a_workspace_of_the_largest_operand(
+    gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = """%s: f32[2@didx, 64] = allocate
+%h = reduce_scatter %x -> %s over didx by one_shot
+wait %h
+%y: f32[2, 64] = allocate
+%g = allgather %s -> %y over didx by copy_engine
+wait %g"""
+    text = program(2, body, "f32[2, 64] partial(didx)", "f32[2, 64]")
+    for seed in range(8):
+        check_calls(text, gpus, seed, monkeypatch)
+    assert [unroll(text, rank, {}).memory[1] for rank in range(2)] == [512, 512]
+    (plan, _) = plans(gpus, text, [[torch.rand(2, 64)]] * 2, monkeypatch)
+    assert plan.memory is not None
+    assert plan.memory.flat[WORKSPACE, 0].numel() == 128
+    assert plan.memory.offers[0].buffers[0].place == WORKSPACE, "torch's operators need one offset on all ranks"
+
+
+@pytest.mark.parametrize("by", ["one_shot", "two_shot"])
+def test_a_collective_may_run_in_place(by: str, gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = f"""%y: f32[6, 8] = allocate
+%p = as_partial %y over didx
+add %x, %x -> %p
+%h = allreduce %p -> %y over didx by {by}
+wait %h"""
+    for seed in range(6):
+        check_calls(program(2, body, "f32[6, 8] partial(didx)", "f32[6, 8]"), gpus, seed, monkeypatch)
+
+
+@pytest.mark.parametrize("by", ["one_shot", "two_shot"])
+@pytest.mark.parametrize("pattern", [patterns.row_parallel, patterns.mlp_replicated])
+def test_an_operand_is_computed_in_the_workspace(
+    by: str, pattern: Callable[..., hi.Fusion], gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = hi.lower(pattern(2, 1, 8, 8, 16), f"sequential by {by}")
+    copied: list[torch.Tensor] = []
+    monkeypatch.setattr(implementations, "copy", lambda out, x: copied.append(x))
+    monkeypatch.setattr(Kernels, "one_shot_all_reduce_copy_out", None)
+    for seed in range(6):
+        check_calls(text, gpus, seed, monkeypatch, calls=4, executors=2)
+    assert not copied
+
+
+@pytest.mark.parametrize(
+    ("lines", "in_workspace"),
+    [
+        (["%p: P = allocate", "add %x, %x -> %p", "REDUCE %p -> %y", "free %p"], 1),
+        (["%p = as_partial %y over didx", "add %x, %x -> %p", "REDUCE %p -> %y"], 0),
+        (["REDUCE %x -> %y"], 0),
+        (
+            [
+                "%p: P = allocate",
+                "add %x, %x -> %p",
+                "REDUCE %p -> %y",
+                "%q = as_partial %y over didx",
+                "copy %p -> %q",
+                "free %p",
+            ],
+            0,
+        ),
+        (
+            [
+                "%p: P = allocate",
+                "%q: P = allocate",
+                "add %x, %x -> %p",
+                "add %x, %x -> %q",
+                "%z: f32[6, 8] = allocate",
+                "REDUCE %p -> %z",
+                "REDUCE %q -> %y",
+                "free %p",
+                "free %q",
+                "free %z",
+            ],
+            1,
+        ),
+        (
+            [
+                "%p: P = allocate",
+                "%z: f32[6, 8] = allocate",
+                "add %x, %x -> %p",
+                "REDUCE %p -> %z",
+                "add %x, %x -> %p",
+                "REDUCE %p -> %y",
+                "free %p",
+                "free %z",
+            ],
+            0,
+        ),
+    ],
+    ids=["computed for it", "in place", "an input", "read later", "two at a time", "used twice"],
+)
+def test_only_operands_that_nothing_else_needs_lie_in_the_workspace(
+    lines: list[str], in_workspace: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body, count = ["%y: f32[6, 8] = allocate"], 0
+    for line in lines:
+        if line.startswith("REDUCE"):
+            count += 1
+            body += [f"%h{count} = allreduce{line.removeprefix('REDUCE')} over didx by two_shot", f"wait %h{count}"]
+        else:
+            body.append(line.replace(": P", ": f32[6, 8] partial(didx)"))
+    text = program(2, "\n".join(body), "f32[6, 8] partial(didx)", "f32[6, 8]")
+    assert len(workspace_buffers(unroll(text, 0, {}))) == in_workspace
+    for seed in range(8):
+        check_calls(text, gpus, seed, monkeypatch)
+
+
+def test_no_operand_lies_in_the_workspace_if_ranks_may_differ() -> None:
+    """The ranks of a one-shot all-reduce would call different operators."""
+    body = """%y: f32[6, 8] = allocate
+%r = rank of %x over didx
+%p: f32[6, 8] partial(didx) = allocate
+add %x, %x -> %p
+if %r == 0 { add %x, %p -> %p }
+%h = allreduce %p -> %y over didx by one_shot
+wait %h
+free %p"""
+    text = program(2, body, "f32[6, 8] partial(didx)", "f32[6, 8]")
+    assert workspace_buffers(unroll(text, 0, {})) == frozenset()
+    without = hi.parse(str(text).replace("  if %r == 0 { add %x, %p -> %p }\n", ""))
+    assert len(workspace_buffers(unroll(without, 0, {}))) == 1
+
+
+def shifted(x: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor at an address that torch's kernels cannot take."""
+    moved = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x)
+    assert not implementations.is_aligned(moved)
+    return moved
+
+
+@pytest.mark.parametrize("text", [reduced("one_shot", 2), reduced("two_shot", 2), scattered(2), gathered(2)])
+def test_inputs_at_addresses_that_the_kernels_cannot_take_are_copied(
+    text: Program, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seed in range(4):
+        check_calls(text, gpus, seed, monkeypatch, layout=shifted)
+
+
+@pytest.mark.parametrize("text", [reduced("one_shot", 2), reduced("two_shot", 2), reduced("two_shot", 3)])
+def test_results_at_addresses_that_the_kernels_cannot_take_are_copied(
+    text: Program, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    xs = [[torch.full((6, 8), rank + 1.0)] for rank in range(text.ranks)]
+    outs = [shifted(torch.zeros(6, 8)) for _ in xs]
+    for plan, x, out in zip(plans(gpus, text, xs, monkeypatch), xs, outs, strict=True):
+        gpus.current = Stream()
+        plan.run(x, [out])
+    gpus.run(Random(0))
+    assert all(torch.equal(out, sum(x for (x,) in xs)) for out in outs)
+
+
+def test_torch_without_an_operator_is_refused_at_the_statement(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    text = reduced("one_shot", 2)
+    op = next(op for op in unroll(text, 0, {}).ops if isinstance(op, CollectiveOp))
+    operator = partial(SymmetricCollectives.operator, SimpleNamespace(), op)
+    for name in OPERATORS:
+        assert callable(operator(name))
+    message = rf"torch {torch.__version__} has no operator symm_mem.none, which 'allreduce by one_shot' needs".replace(
+        "+", r"\+"
+    )
+    with pytest.raises(HostIRError, match=message):
+        operator("none")
+
+
+def test_the_operators_are_not_those_that_install_takes_over() -> None:
+    from hostir.torch.installing import TAKEN_OVER
+
+    assert not {f"symm_mem::{name}" for name in OPERATORS} & {operator.name for operator in TAKEN_OVER}
+
+
+def test_an_executor_captures_these_collectives_but_not_those_of_nccl() -> None:
+    text = reduced("two_shot", 2)
+    assert uniform_only(unroll(text, 0, {})) == ""
+    nccl = hi.parse(str(text).replace(" by two_shot", ""))
+    assert "goes through NCCL" in uniform_only(unroll(nccl, 0, {}))
+
+
+def test_a_group_with_other_ranks_than_the_program_is_refused(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(HostIRError, match=r"needs the symmetric memory of exactly the 2 ranks of @p, and there are 3"):
+        plans(gpus, reduced("one_shot", 2), [[torch.rand(6, 8)]] * 3, monkeypatch)
+
+
+class Nccl:
+    """Models the process group of all ranks on one rank: its communications run on a stream of their own."""
+
+    def __init__(self, gpus: Gpus, rank: int, ranks: int, issued: dict[int, list[torch.Tensor]]) -> None:
+        self.gpus, self.rank, self.ranks, self.issued = gpus, rank, ranks, issued
+        self.stream, self.number = Stream(), 0
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> Nccl:
+        (x,), everyone = tensors, self.issued.setdefault(self.number, [])
+        self.number += 1
+        self.stream.wait_stream(self.gpus.current)
+        self.stream.add(lambda: everyone.append(x.clone()))
+        self.stream.add(lambda: x.copy_(sum(everyone)), lambda: len(everyone) == self.ranks)
+        self.ended = Event()
+        self.ended.record(self.stream)
+        return self
+
+    def wait(self) -> None:
+        self.ended.wait(self.gpus.current)
+
+
+IN_ORDER = """hostir 1
+mesh @mesh [didx] = 0 1
+program @p(%x: f32[2@didx, 4], %v: f32[4] partial(didx)) -> (%y, %z) streams 1 {
+  %user = current_stream
+  %r = rank of %x over didx
+  %mine: f32[1, 4] = allocate_symmetric
+  %y: f32[2, 4] = allocate
+  %z: f32[4] = allocate
+  %w: f32[4] = allocate
+  %t: f32[2@didx, 4] = allocate
+  set_stream 0
+  synchronize %user
+  for %i in 0..30 { copy %x -> %t }  // rank 0 may be far ahead of rank 1 on the caller's stream
+  put %x -> %mine at %r over didx
+  %a = allreduce %v -> %w over didx
+  set_stream %user
+  %b = allreduce %v -> %z over didx by one_shot
+  wait %b  // so %a has started on all ranks, and every part is there
+  for %i in 0..2 {
+    %y_i = chunk %y[%i of 2]
+    get %mine from %i over didx -> %y_i
+  }
+  wait %a
+  synchronize 0
+  free %w
+  free %t
+  barrier of %mine over didx
+}
+"""
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_collective_starts_after_earlier_collectives_of_nccl(
+    seed: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    issued: dict[int, list[torch.Tensor]] = {}
+    groups = {rank: Nccl(gpus, rank, 2, issued) for rank in range(2)}
+    monkeypatch.setattr(Groups, "of", lambda self, team: (groups[self.rank], tuple(sorted(team))))
+    assert hi.check(hi.parse(IN_ORDER)) == []
+    check_calls(hi.parse(IN_ORDER), gpus, seed, monkeypatch, calls=1)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("text", [slices(), reduced("two_shot", 3), gathered(2)])
+def test_kernels_that_wait_for_a_lost_call_end_and_later_calls_are_right(
+    text: Program, seed: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch, impatient: None
+) -> None:
+    job, random = Job(text, gpus, monkeypatch), Random(seed)
+    job.check(random, lambda rank: 0)
+    lost = random.randrange(text.ranks)
+    for rank in range(text.ranks):
+        if rank != lost:
+            job.run(rank, 0)
+    gpus.advance()
+    assert any(stream.tasks for stream in gpus.streams), "the other ranks wait"
+    job.renew()
+    assert not any(stream.tasks for stream in gpus.streams)
+    assert not any(pad.any() for pad in gpus.pads.values())
+    job.check(random, lambda rank: 1)
