@@ -5,7 +5,7 @@ The loop has one round for each slice along the Stream axis.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from hostir.ir.comm_ops import AllReduce, Communication, Implemented, check_team
@@ -37,37 +37,46 @@ class Sequential(Pass):
     by: str = ""
 
     def run(self, program: Program) -> Program:
-        if not self.by:
-            return build(program, [])
-        # An operand with memory of its own may be computed in symmetric memory.
-        apart = {s.out.name for s in program.body if isinstance(s, AllReduce) and not self.refusal(s, program)}
-        host, refusals = build(program, [], apart), list[HostIRError]()
+        return implemented(program, self.by) if self.by else build(program, [])
 
-        def change(s: Statement) -> tuple[Statement, ...]:
-            if not isinstance(s, Implemented) or self.by not in s.implementations:
-                return (s,)
-            if refusal := self.refusal(s, program):
-                refusals.append(refusal)
-                return (s,)
-            return (replace(s, by=self.by),)
 
-        changed = host.with_body(rewrite(host.body, change))
-        if changed != host:
-            return changed
-        if refusals:
-            raise refusals[0]
-        names = " or ".join(name for name, s in REGISTRY.items() if self.by in getattr(s, "implementations", ()))
-        raise error(f"@{program.name} has no collective that {self.by} can run", expected=f"a fusion with {names}")
+def implemented(program: Program, by: str) -> Program:
+    """Return the sequential program of a fusion, in which the implementation `by` runs all collectives that it can run.
 
-    def refusal(self, s: Implemented, program: Program) -> HostIRError | None:
-        """Return the reason why `by` cannot run a collective of a program; None if it can."""
+    Raise HostIRError if it can run none of them.
+    """
+
+    def tried(s: Statement) -> Statement | HostIRError:
+        """Return a collective with the implementation, the reason why it cannot run there, or another statement."""
+        if not isinstance(s, Implemented) or by not in s.implementations:
+            return s
         try:
-            changed = replace(s, by=self.by, handle=s.handle or Value("h", Kind.HANDLE))
+            changed = replace(s, by=by, handle=s.handle or Value("h", Kind.HANDLE))
             check_team(changed, program.ranks)
             changed.verify()
         except HostIRError as refusal:
             return refusal
-        return None
+        return changed
+
+    builder = Host(program)
+    # An operand in a buffer of its own may be computed in symmetric memory.
+    reduces = (s for s in program.body if isinstance(s, AllReduce))
+    builder.apart |= {s.out.name for s in reduces if not isinstance(tried(s), HostIRError)}
+    for s in program.body:
+        builder.add_unsliced(s)
+    sequential = builder.finished()
+    refusals = [refusal for s in sequential.walk() if isinstance(refusal := tried(s), HostIRError)]
+
+    def change(s: Statement) -> tuple[Statement, ...]:
+        changed = tried(s)
+        return (s,) if isinstance(changed, HostIRError) else (changed,)
+
+    changed = sequential.with_body(rewrite(sequential.body, change))
+    if changed == sequential:
+        names = " or ".join(name for name, s in REGISTRY.items() if by in getattr(s, "implementations", ()))
+        none = error(f"@{program.name} has no collective that {by} can run", expected=f"a fusion with {names}")
+        raise (*refusals, none)[0]
+    return changed
 
 
 @dataclass(frozen=True)
@@ -106,13 +115,9 @@ def with_reasons(program: Program, reasons: Mapping[str, str]) -> Program:
     return program.with_body(body)
 
 
-def build(program: Program, loops: list[SlicedGroup], apart: Set[str] = frozenset()) -> Program:
-    """Return the host program that runs the groups `loops` in loops, and the rest of the fusion unsliced.
-
-    `apart` holds the results of allreduces that do not share memory with their operand.
-    """
+def build(program: Program, loops: list[SlicedGroup]) -> Program:
+    """Return the host program that runs the groups `loops` in loops, and the rest of the fusion unsliced."""
     host = Host(program)
-    host.apart |= apart
     for step in schedule(program.body, loops):
         if isinstance(step, SlicedGroup):
             host.body.append(loop(host, step))

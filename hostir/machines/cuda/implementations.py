@@ -190,9 +190,9 @@ class SymmetricCollectives:
         handle, rank, ranks, fill = self.handle, self.context.unrolled.rank, len(op.team), self.fill(op, space)
         order = [(rank - step) % ranks for step in range(1, ranks)]
         peers = [(peer, handle.get_buffer(peer, space.shape, space.dtype).view(-1)) for peer in order]
-        device, beside, begun, copied = (
+        device, local, begun, copied = (
             self.context.device,
-            self.stream("beside"),
+            self.stream("local"),
             torch.cuda.Event(),
             torch.cuda.Event(),
         )
@@ -200,10 +200,10 @@ class SymmetricCollectives:
         def run(x: torch.Tensor, out: torch.Tensor) -> None:
             blocks, part, stream = out.view(ranks, -1), x.view(-1), current(device)
             begun.record(stream)
-            begun.wait(beside)
-            with on(beside, stream):
+            begun.wait(local)
+            with on(local, stream):
                 copy(blocks[rank], part)
-            copied.record(beside)
+            copied.record(local)
             fill(x)
             handle.barrier()  # all parts are in the workspaces
             for peer, theirs in peers:
@@ -225,16 +225,16 @@ class SymmetricCollectives:
 
     def operator(self, op: CollectiveOp, name: str) -> Callable[..., object]:
         """Return an operator of `torch.ops.symm_mem`. Raise HostIRError if this torch has no such operator."""
-        found = getattr(torch.ops.symm_mem, name, None)
-        if found is None:
+        packet = getattr(torch.ops.symm_mem, name, None)
+        if packet is None:
             s = op.place.statement
             raise error(
                 f"torch {torch.__version__} has no operator symm_mem.{name}, which '{s.keyword()} by {op.by}' needs",
                 s.span,
                 hint="leave out 'by': NCCL runs the collective",
             )
-        packet: Callable[..., object] = found.default
-        return packet
+        overload: Callable[..., object] = packet.default
+        return overload
 
 
 @contextmanager
