@@ -601,7 +601,9 @@ def a_recomputation_runs_the_program_of_its_forward_pass() -> None:
             repeated += CALLED[:1]
             assert repeated == forward, (step, repeated, forward)
         (row,) = [
-            row for row in hostir.torch.report() if row.strategy.startswith("ring") and "all_gather_matmul" in row.operator
+            row
+            for row in hostir.torch.report()
+            if row.strategy.startswith("ring") and "all_gather_matmul" in row.operator
         ]
         assert row.why[0].startswith("measured on "), row
         for name, executor in group_named(group).compiled.items():
