@@ -4,6 +4,7 @@
 take less time than the imports.
 
 A process starts like `python COMMAND...`, but some modules are already imported, and garbage is collected less often.
+It ends after its exit handlers, unless `finalize` is True: freeing all modules takes longer than most commands.
 Tests of the start itself (imports, torchrun, the commands of the README) start new processes.
 """
 
@@ -23,7 +24,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -41,11 +42,11 @@ class Job:
             that process.
     """
 
-    def __init__(self, ranks: int, command: tuple[str, ...], env: Mapping[str, str], cwd: Path) -> None:
+    def __init__(self, ranks: int, command: tuple[str, ...], env: Mapping[str, str], cwd: Path, finalize: bool) -> None:
         self.args, self.returncode, self._output = command, None, ("", "")
         self._printed = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115, closed in communicate
         self._ends, theirs = socket.socketpair()
-        request = {"ranks": ranks, "command": command, "env": dict(env), "cwd": str(cwd)}
+        request = {"ranks": ranks, "command": command, "env": dict(env), "cwd": str(cwd), "finalize": finalize}
         with theirs:
             fds = [theirs.fileno(), *(file.fileno() for file in self._printed)]
             socket.send_fds(_server(env.get("TRITON_INTERPRET")), [json.dumps(request).encode()], fds)
@@ -94,16 +95,19 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(), **more}
 
 
-def begin(*command: str, env: Mapping[str, str], ranks: int = 0, cwd: Path = ROOT) -> Job:
-    """Start `python COMMAND...`: a script, `-m MODULE` or `-c CODE`, with arguments; on ranks if `ranks` > 0."""
-    return Job(ranks, command, env, cwd)
+def begin(*command: str, env: Mapping[str, str], ranks: int = 0, cwd: Path = ROOT, finalize: bool = False) -> Job:
+    """Start `python COMMAND...`: a script, `-m MODULE` or `-c CODE`, with arguments; on ranks if `ranks` > 0.
+
+    `finalize`: True to free all modules at the end, as `python` does.
+    """
+    return Job(ranks, command, env, cwd, finalize)
 
 
 def launch(
-    ranks: int, *command: str, env: Mapping[str, str], timeout: float, cwd: Path = ROOT
+    ranks: int, *command: str, env: Mapping[str, str], timeout: float, cwd: Path = ROOT, finalize: bool = False
 ) -> subprocess.CompletedProcess[str]:
     """Run a job of several ranks, or one process if `ranks` is 0, until it ends; kill all that is left."""
-    job = begin(*command, env=env, ranks=ranks, cwd=cwd)
+    job = begin(*command, env=env, ranks=ranks, cwd=cwd, finalize=finalize)
     try:
         out, err = job.communicate(timeout)
     finally:
@@ -212,7 +216,37 @@ def supervise(ranks: int, ends: socket.socket) -> None:
     os._exit(0)
 
 
+class Ending:
+    """Ends the process with its exit code, after all exit handlers of others. Must be made before they are."""
+
+    def __init__(self) -> None:
+        self.code: int | None = None  # None leaves the end to Python
+        atexit.register(self._leave)
+
+    def _leave(self) -> None:
+        if self.code is not None:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(self.code)
+
+    @contextlib.contextmanager
+    def records(self) -> Iterator[None]:
+        """Record the exit code that follows from the end of the block."""
+        try:
+            yield
+            self.code = 0
+        except KeyboardInterrupt:
+            raise  # Python ends itself by a signal
+        except SystemExit as end:
+            self.code = (end.code or 0) & 255 if isinstance(end.code, int | None) else 1
+            raise
+        except BaseException:
+            self.code = 1
+            raise
+
+
 def main() -> None:
+    ending = Ending()
     import networkx  # noqa: F401
     import pytest  # noqa: F401
     import torch._inductor.compile_fx  # with Dynamo: each rank that compiles would take more than a second for it
@@ -238,16 +272,21 @@ def main() -> None:
     supervise(request["ranks"], ends)
     if "PYTHONWARNINGS" in os.environ:
         warnings.simplefilter(os.environ["PYTHONWARNINGS"])  # type: ignore[arg-type]
-    first, *rest = request["command"]
+    with contextlib.nullcontext() if request["finalize"] else ending.records():
+        run(*request["command"])
+
+
+def run(first: str, *rest: str) -> None:
+    """Run a script, `-m MODULE` or `-c CODE` with arguments."""
     sys.path[0] = "" if first in ("-c", "-m") else str(Path(first).resolve().parent)
     if first == "-c":
         sys.argv = ["-c", *rest[1:]]
         exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
     elif first == "-m":
-        sys.argv = rest
+        sys.argv = [*rest]
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     else:
-        sys.argv = request["command"]
+        sys.argv = [first, *rest]
         runpy.run_path(first, run_name="__main__")
 
 

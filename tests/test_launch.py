@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import ROOT, environment, python_path
+from tests.launch import ROOT, environment, launch, python_path
 
 # Like older versions of pytest-benchmark, which warn in every run with `-n`.
 BENCHMARK = """
@@ -54,3 +54,26 @@ def test_parallel_tests_run_although_a_benchmark_plugin_warns(tmp_path: Path) ->
     env = environment(PYTHONPATH=python_path(tmp_path))
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "end"),
+    [
+        ("pass", 0),
+        ("import sys; sys.exit(3)", 3),
+        ("import sys; sys.exit('no luck')", 1),
+        ("raise ValueError('no luck')", 1),
+        ("raise KeyboardInterrupt", -2),
+        ("import threading; threading.Timer(0.1, print, ['at the end']).start()", 0),
+        ("import atexit; atexit.register(print, 'at the end')", 0),
+    ],
+)
+def test_a_forked_process_ends_as_python_does(code: str, end: int) -> None:
+    brief, full = (
+        launch(0, "-c", f"print('begun'); {code}", env=environment(), timeout=60, finalize=finalize)
+        for finalize in (False, True)
+    )
+    assert brief.returncode == full.returncode == end
+    assert brief.stdout == full.stdout
+    assert ("at the end\n" in brief.stdout) == ("at the end" in code)
+    assert brief.stderr == full.stderr

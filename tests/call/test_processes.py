@@ -41,7 +41,7 @@ pytestmark = [pytest.mark.torchrun, pytest.mark.timeout(180)]
 
 
 def test_ranks_fork_fail_together_and_handle_signals() -> None:
-    job = launch(2, str(SCRIPT), *HEALTHY, env=environment(HOSTIR_TIMEOUT="8"), timeout=150)
+    job = launch(2, str(SCRIPT), *HEALTHY, env=environment(HOSTIR_TIMEOUT="8"), timeout=150, finalize=True)
     assert job.returncode == 0, job.stderr
     assert passed(job.stdout) == {(name, rank) for name in HEALTHY for rank in range(2)}
 
@@ -89,7 +89,7 @@ def test_a_user_handler_may_call_the_previous_handler_which_ends_the_rank() -> N
 
 def test_a_user_handler_stays_installed_after_the_session() -> None:
     case = "a_user_handler_stays_installed_after_the_session"
-    job = launch(2, str(SCRIPT), case, env=environment(), timeout=90)
+    job = launch(2, str(SCRIPT), case, env=environment(), timeout=90, finalize=True)
     assert job.returncode == 0, job.stderr
     assert job.stdout.count("the user's handler") == 2
 

@@ -107,7 +107,7 @@ def passed(output: str) -> set[tuple[str, int]]:
 
 @pytest.mark.parametrize(("ranks", "cases"), [(2, TWO), (4, FOUR)], ids=["2 ranks", "4 ranks"])
 def test_programs_give_the_unsharded_result_and_bad_calls_are_refused(ranks: int, cases: list[str]) -> None:
-    result = launch(ranks, str(SCRIPT), *cases, env=environment(), timeout=100)
+    result = launch(ranks, str(SCRIPT), *cases, env=environment(), timeout=100, finalize=True)
     assert result.returncode == 0, result.stderr
     assert passed(result.stdout) == {(name, rank) for name in cases for rank in range(ranks)}
     for name in ("all_gather", "copies_and_a_matmul_that_waits"):  # the second session repeats these
@@ -211,6 +211,6 @@ def test_a_teardown_that_never_ends_does_not_change_the_exit_code() -> None:
     )
     job = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     env = environment(**job, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-    ended = launch(0, "-c", code, env=env, timeout=60)
+    ended = launch(0, "-c", code, env=env, timeout=60, finalize=True)
     assert ended.returncode == 3, ended.stderr
     assert "could not be destroyed" in ended.stderr

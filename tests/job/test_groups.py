@@ -52,7 +52,7 @@ def test_only_the_members_of_a_group_take_part() -> None:
         waiting = begin(str(SCRIPT), *WAITING, ranks=4, env=environment())
         ended.callback(waiting.communicate)
         ended.callback(waiting.kill)
-        done = launch(4, str(SCRIPT), *HEALTHY, env=environment(), timeout=150)
+        done = launch(4, str(SCRIPT), *HEALTHY, env=environment(), timeout=150, finalize=True)
         stdout, stderr = waiting.communicate(timeout=150)
     for names, code, printed, problem in (
         (HEALTHY, done.returncode, done.stdout, done.stderr),

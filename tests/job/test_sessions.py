@@ -173,7 +173,7 @@ def test_executors_of_programs_with_messages_share_threads_and_connections_until
 ) -> None:
     script = tmp_path / "many.py"
     script.write_text(BEGIN + MANY)
-    ended = launch(2, str(script), env=environment(), timeout=100)
+    ended = launch(2, str(script), env=environment(), timeout=100, finalize=True)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("resources are shared") == 2
 

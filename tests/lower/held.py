@@ -14,7 +14,7 @@ from hostir.call.reference import reference
 from hostir.ir import HostIRError, Program, Statement
 from hostir.ir.host_ops import For, Synchronize, Wait
 from hostir.ir.onesided_ops import Barrier, Get, If, Put, Signal, WaitSignal
-from tests.call.whole import run_whole
+from tests.call.whole import planned
 
 every_strategy = pytest.mark.parametrize("strategy", ["ring", "fused", "push"])
 
@@ -26,8 +26,9 @@ def assert_correct(fusion: Program, program: Program, seeds: range, *sizes: Mapp
     for binding in sizes or [{}]:
         inputs = random_inputs(fusion, binding, seed=seeds.start + 1)
         plain, exact = reference(fusion, inputs, binding, None), reference(fusion, inputs, binding)
+        run = planned(program, inputs, binding)
         for seed in seeds:
-            for comparison in compare(program, run_whole(program, inputs, binding, seed=seed), plain, exact):
+            for comparison in compare(program, run(seed), plain, exact):
                 assert comparison.good, f"seed {seed}: {comparison}\n{fusion}\n{program}"
 
 

@@ -23,7 +23,7 @@ from hostir.ir.onesided_ops import Barrier, Get, Put, Signal, WaitSignal
 from hostir.ir.tensor_ops import Contraction, DenseCopy, TensorOp
 from hostir.ir.types import DTYPES
 from hostir.kernels.dtypes import torch_dtype
-from tests.call.whole import run_whole
+from tests.call.whole import planned
 from tests.judging.simulated import failure_of
 from tests.lower.gathered import gathered
 from tests.lower.held import (
@@ -235,8 +235,7 @@ fusion @biased(%x: {dtype}[4@didx, 2], %w: {dtype}[3, 2], %bias: {dtype}[3]) -> 
     inputs = [x.repeat(4, 1), x.repeat(3, 1), bias.to(x.dtype)]
     (exact,) = reference(fusion, inputs)
     assert not torch.equal((inputs[0] @ inputs[1].t()) + inputs[2], exact.to(x.dtype)), "no example"
-    for seed in range(3):
-        (y,) = run_whole(program, inputs, seed=seed)
+    for (y,) in map(planned(program, inputs), range(3)):
         assert torch.equal(y, exact.to(x.dtype))
 
 
@@ -317,8 +316,8 @@ def test_a_sum_over_a_gathered_axis_rounds_once_with_the_same_bits_on_every_rank
         program = hi.lower(fusion, strategy)
         assert failure_of(program, 2) == ""
         assert_correct(fusion, program, range(2))
-        first = run_whole(program, inputs, seed=0)  # which compares the results of all ranks
-        assert all(map(torch.equal, first, run_whole(program, inputs, seed=3)))
+        run = planned(program, inputs)
+        assert all(map(torch.equal, run(0), run(3)))  # `run` compares the results of all ranks
 
 
 def test_a_gather_of_the_contracted_axis_is_refused_with_the_reason() -> None:

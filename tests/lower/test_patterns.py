@@ -17,7 +17,7 @@ from hostir.ir import HostIRError, Program
 from hostir.ir.comm_ops import Communication
 from hostir.ir.host_ops import For
 from hostir.ir.tensor_ops import TensorOp
-from tests.call.whole import run_whole
+from tests.call.whole import planned, run_whole
 from tests.judging.mutation import SENT
 from tests.judging.simulated import failure_of
 from tests.lower.held import without_each
@@ -34,8 +34,9 @@ def assert_unsharded_result(
     inputs = random_inputs(source, sizes, seed=len(programs))
     plain, exact = reference(source, inputs, sizes, None), reference(source, inputs, sizes)
     for program in programs:
+        run = planned(program, inputs, sizes)
         for seed in seeds:
-            for comparison in compare(program, run_whole(program, inputs, sizes, seed=seed), plain, exact):
+            for comparison in compare(program, run(seed), plain, exact):
                 assert comparison.good, f"seed {seed}: {comparison}\n{program}"
 
 
