@@ -16,8 +16,8 @@ from tests.launch import launch
 from tests.pages import ROOT, environment
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-# patterns.py cannot be run; llama.py has no fusion, and its own tests
-PAGES = [path for path in EXAMPLES if path.stem not in ("patterns", "llama")]
+# patterns.py cannot be run; llama.py and generate.py have no fusion, and tests of their own
+PAGES = [path for path in EXAMPLES if path.stem not in ("patterns", "llama", "generate")]
 LONGEST_PAGE = 100
 SEVERAL = {"autograd": ("forward", "backward")}  # examples with more than one fusion
 FUSIONS = [f"{path}{name}" for path in PAGES for name in [f":{n}" for n in SEVERAL.get(path.stem, ())] or [""]]
