@@ -64,10 +64,10 @@ class Hardware:
         throttle: the share of the peak that a call loses for each doubling of its work beyond 0.2 TFLOP, because power
             limits the clock.
         memory: the rate of kernels that are bound by memory, counting the bytes read and the bytes written.
-        begin: the time that the first matmul of a call takes longer than later ones, because its code and its operands
-            are not in caches; 0 if the `start` of each kernel includes it.
+        begin: the time from the launch of a call until its first task begins, if the call has a matmul. Its code and
+            operands are not in caches yet. 0 if the `start` of each kernel includes it.
         collective: the fixed time of a collective.
-        captured: the time that a call with collectives takes longer in a CUDA graph than if the host issues it.
+        captured: the time by which a call with collectives begins later in a CUDA graph than if the host issues it.
         low_latency: the fixed time of a collective by a low-latency protocol. Such a protocol has a third of the rate.
         rates: the rate of each collective, counting the bytes that leave a rank and half of the bytes that it keeps.
         during_computation: the share of the rate of each collective that is left while a computation runs.

@@ -40,11 +40,17 @@ def estimates(tasks: Sequence[CostTask], hardware: Hardware, kernels: str) -> Ma
 
     In a series of eager calls, each call takes the time of the device or the time of the host, whichever is longer.
     """
-    total_flops = flops(tasks)
-    costs = Costs(hardware, kernels, total_flops)
-    device = Simulation(tasks, costs).run() + (hardware.begin if total_flops else 0.0)
-    in_graph = hardware.captured if any(isinstance(task.work, CostTransfer) for task in tasks) else 0.0
-    return {GRAPH: device + in_graph, EAGER: max(device, HostCosts(costs).call(tasks) - hardware.host_lead)}
+    costs = Costs(hardware, kernels, flops(tasks))
+    device = Simulation(tasks, costs).run()
+    graph, eager = (device + start(tasks, hardware, mode) for mode in (GRAPH, EAGER))
+    return {GRAPH: graph, EAGER: max(eager, HostCosts(costs).call(tasks) - hardware.host_lead)}
+
+
+def start(tasks: Sequence[CostTask], hardware: Hardware, mode: str) -> float:
+    """Return the microseconds from the beginning of a call until its first task begins on the device."""
+    collectives = any(isinstance(task.work, CostTransfer) for task in tasks)
+    begin = hardware.begin if any(isinstance(task.work, Gemm) for task in tasks) else 0.0
+    return begin + (hardware.captured if mode == GRAPH and collectives else 0.0)
 
 
 def flops(tasks: Sequence[CostTask]) -> float:
