@@ -94,15 +94,15 @@ class Regret:
     Fields:
         name: the name of the row.
         times: microseconds of the measured candidates, in the faster mode.
-        graph: microseconds of these candidates in a graph.
-        estimates: the estimated microseconds of these candidates in a graph.
+        estimates: the estimated microseconds of these candidates, in the faster mode.
+        ratios: estimate / time in a graph, of the candidates that were measured in a graph.
         recorded: the candidate that `hi.compile` chose when the row was recorded; empty if it was not recorded.
     """
 
     name: str
     times: Mapping[str, float]
-    graph: Mapping[str, float]
     estimates: Mapping[str, float]
+    ratios: Sequence[float] = ()
     recorded: str = ""
 
     @property
@@ -126,11 +126,6 @@ class Regret:
         sequential = (name for name in self.order if name.startswith(SEQUENTIAL) and " by " not in name)
         return min(map(self.of, [*self.order[:MEASURED], *sequential]))
 
-    @property
-    def ratios(self) -> Sequence[float]:
-        """Estimate / time in a graph, for each candidate that was measured in a graph."""
-        return [self.estimates[name] / time for name, time in self.graph.items()]
-
     def of(self, candidate: str) -> float:
         """Return the time of a candidate, divided by the time of the fastest candidate."""
         return self.times[candidate] / self.times[self.best]
@@ -151,9 +146,9 @@ class Recorded:
     rows: Sequence[Regret]
 
 
-def estimates_of(row: Result, hardware: Hardware) -> dict[str, float]:
-    """Return the estimated microseconds, in a graph, of every measured candidate of a row."""
-    by_name: dict[str, float] = {}
+def estimates_of(row: Result, hardware: Hardware) -> dict[str, dict[str, float]]:
+    """Return the estimated microseconds of every measured candidate of a row, by mode."""
+    by_name: dict[str, dict[str, float]] = {}
     several = {int(name.split()[1]) for name in row["times"] if " slices " in name}
     for slices in sorted({1, *several}):
         fusion = fusion_of(FUSIONS[row["kind"]](row, slices))
@@ -161,8 +156,9 @@ def estimates_of(row: Result, hardware: Hardware) -> dict[str, float]:
             names = {kernels: str(Variant(strategy, kernels, slices, streams)) for kernels in KERNELS}
             if measured := {kernels: name for kernels, name in names.items() if name in row["times"]}:
                 tasks = tasks_of(lower(fusion, strategy, streams), {})
-                times = {name: estimates(tasks, hardware, kernels)[GRAPH] for kernels, name in measured.items()}
-                by_name |= {name: round(time, 1) for name, time in times.items()}  # as a choice rounds them
+                for kernels, name in measured.items():
+                    times = estimates(tasks, hardware, kernels)
+                    by_name[name] = {mode: round(time, 1) for mode, time in times.items()}  # as a choice rounds them
     return by_name
 
 
@@ -192,10 +188,11 @@ def regret_of(row: Result, hardware: Hardware) -> Regret | None:
     if len(ours) < 2:
         return None
     times = {n: min(t for mode in MODES if (t := time.get(mode))) for n, time in ours.items()}
-    graph = {n: time["graph"] for n, time in ours.items() if time.get("graph")}
+    faster = {n: min(by_name[n].values()) for n in ours}
+    ratios = [by_name[n][GRAPH] / time[GRAPH] for n, time in ours.items() if time.get(GRAPH)]
     chosen = row.get("compiled", {}).get("choice", "")
     name = f"{row['kind']} {row['model']} M={row['M']}"
-    return Regret(name, times, graph, {n: by_name[n] for n in times}, chosen if chosen in times else "")
+    return Regret(name, times, faster, ratios, chosen if chosen in times else "")
 
 
 def recorded() -> Iterator[Recorded]:

@@ -86,11 +86,12 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
     source, lowering = _source_options(), _lowering_options()
+    optional = _source_options(optional=True)
     subcommands: dict[str, tuple[Callable[[_Parser], None], list[_Parser], str]] = {
         "lower": (_lower_options, [source, lowering], "print the host program of a fusion"),
         "check": (_check_options, [source, lowering], "prove a program free of races, deadlocks and misuse of memory"),
         "run": (_run_options, [source, lowering], "run on simulated ranks, or under torchrun on real ranks"),
-        "tune": (_tune_options, [source], "under torchrun: measure all strategies, and keep the times for 'auto'"),
+        "tune": (_tune_options, [optional], "under torchrun: measure all strategies, and keep the times for 'auto'"),
         "explain": (_explain_options, [source], "show the choice of 'auto', the times, and impossible strategies"),
         "timeline": (_timeline_options, [source, lowering], "predict when each statement runs, on a known machine"),
         "ops": (_ops_options, [], "the language reference"),
@@ -100,10 +101,11 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     return parser, commands.choices
 
 
-def _source_options() -> _Parser:
+def _source_options(*, optional: bool = False) -> _Parser:
+    """Return the options that name a program. If `optional` is True, a program need not be named."""
     parser = _Parser(add_help=False)
     about = "a .py with a fusion, a .hir text, or an nvFuser dump; - reads a text from standard input"
-    parser.add_argument("file", metavar="FILE[:NAME]", help=about)
+    parser.add_argument("file", metavar="FILE[:NAME]", nargs="?" if optional else None, help=about)
     parser.add_argument("--from", dest="form", choices=["hir", "nvfuser"], help="the form of a text (default: hir)")
     parser.add_argument(
         "--set",
@@ -171,6 +173,8 @@ def _tune_options(parser: _Parser) -> None:
     parser.add_argument("--device", choices=DEVICES, help="default: cuda if there is a GPU, else cpu")
     parser.add_argument("--runs", type=int, help="timed runs of each candidate (default: 30 on a GPU, 7 on a CPU)")
     parser.add_argument("--again", action="store_true", help="measure again what the cache holds")
+    calibrate = "first time memory, a matmul, an all-gather and the host, and scale the estimates of this machine"
+    parser.add_argument("--calibrate", action="store_true", help=calibrate)
 
 
 def _explain_options(parser: _Parser) -> None:

@@ -13,19 +13,22 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hostir.choice.choices import Candidate, ranked_by
-from hostir.choice.platforms import Platform
 from hostir.ir.program import Program, uses_nccl
 from hostir.ir.source import error, warn_once
 from hostir.knobs import CACHE
 
+if TYPE_CHECKING:
+    from hostir.choice.platforms import Platform
+
 FORMAT = 2
+T = TypeVar("T")
 
 
 class CacheWarning(UserWarning):
@@ -109,24 +112,41 @@ def path_of(key: Mapping[str, Any]) -> Path:
 
 def read(key: Mapping[str, Any]) -> Entries:
     """Return the measurements of a key. The mapping is empty if the file does not exist or cannot be used."""
+    return _read(key, lambda data: {Candidate(**row["candidate"]): _entry(row) for row in data["entries"]}) or {}
+
+
+def read_times(key: Mapping[str, Any]) -> Mapping[str, float]:
+    """Return the times that `write_times` has written. The mapping is empty if there is no file that can be used."""
+    return _read(key, lambda data: {str(name): _known_time(us) for name, us in data["times"].items()}) or {}
+
+
+def _read(key: Mapping[str, Any], parse: Callable[[dict[str, Any]], T]) -> T | None:
+    """Return what `parse` makes of the file of a key; None if the file does not exist or cannot be used."""
     path = path_of(key)
-    if path.exists() and not path.is_file():  # reading a FIFO or a device may never end
-        return _ignored(path, "it is not a regular file")
     try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return {}
-    except (OSError, UnicodeDecodeError) as problem:
-        return _ignored(path, f"it cannot be read: {problem}")
-    try:
-        data = json.loads(text)
+        if path.exists() and not path.is_file():  # reading a FIFO or a device may never end
+            raise _UnusableError("it is not a regular file")
+        data = json.loads(path.read_text(encoding="utf-8"))
         if data["format"] != FORMAT:
-            return _ignored(path, f"it has format {data['format']}, not {FORMAT}")
+            raise _UnusableError(f"it has format {data['format']}, not {FORMAT}")
         if data["key"] != json.loads(json.dumps(key)):
-            return _ignored(path, "its measurements are for something else")
-        return {Candidate(**row["candidate"]): _entry(row) for row in data["entries"]}
+            raise _UnusableError("its measurements are for something else")
+        return parse(data)
+    except FileNotFoundError:
+        return None
+    except _UnusableError as problem:
+        reason = str(problem)
+    except (OSError, UnicodeDecodeError) as problem:
+        reason = f"it cannot be read: {problem}"
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # RecursionError: nested too deeply
-        return _ignored(path, "it is damaged")
+        reason = "it is damaged"
+    message = f"The measurements in {path} are ignored: {reason}."
+    warn_once((path, message), message, "'hostir tune' measures again", CacheWarning)
+    return None
+
+
+class _UnusableError(Exception):
+    """The reason why a file of the cache cannot be used."""
 
 
 def _entry(data: Mapping[str, Any]) -> Entry:
@@ -137,18 +157,13 @@ def _entry(data: Mapping[str, Any]) -> Entry:
 
 
 def _time(value: Any) -> float | None:
-    if value is None:
-        return None
+    return None if value is None else _known_time(value)
+
+
+def _known_time(value: Any) -> float:
     if not isinstance(value, int | float) or not isfinite(value) or value <= 0:
         raise ValueError(value)
     return float(value)
-
-
-def _ignored(path: Path, reason: str) -> Entries:
-    """Warn once that a file is ignored, and return no measurements."""
-    message = f"The measurements in {path} are ignored: {reason}."
-    warn_once((path, message), message, "'hostir tune' measures again", CacheWarning)
-    return {}
 
 
 def write(key: Mapping[str, Any], name: str, entries: Entries) -> Path:
@@ -158,13 +173,28 @@ def write(key: Mapping[str, Any], name: str, entries: Entries) -> Path:
 
     Raises HostIRError if the folder cannot be written.
     """
+
+    def rows() -> dict[str, Any]:
+        known = read(key)
+        merged = {c: known[c].merged(entry) if c in known else entry for c, entry in entries.items()}
+        every = {**known, **merged}
+        return {"entries": [{"candidate": asdict(candidate), **asdict(entry)} for candidate, entry in every.items()]}
+
+    return _write(key, name, rows)
+
+
+def write_times(key: Mapping[str, Any], name: str, times: Mapping[str, float]) -> Path:
+    """Replace the times of a key, and return the path of the file. See `write` for `name` and errors."""
+    return _write(key, name, lambda: {"times": dict(times)})
+
+
+def _write(key: Mapping[str, Any], name: str, content: Callable[[], dict[str, Any]]) -> Path:
+    """Write the file of a key, and return its path. `content` is called while no other process writes to the cache."""
     path = path_of(key)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(path.parent):
-            known = read(key)
-            merged = {c: known[c].merged(entry) if c in known else entry for c, entry in entries.items()}
-            _replace(path, key, name, {**known, **merged})
+            _replace(path, {"format": FORMAT, "program": name, "key": key, **content()})
     except OSError as problem:
         raise error(
             f"cannot write the tuning cache {path.parent}: {problem.strerror or problem}",
@@ -173,9 +203,7 @@ def write(key: Mapping[str, Any], name: str, entries: Entries) -> Path:
     return path
 
 
-def _replace(path: Path, key: Mapping[str, Any], name: str, entries: Entries) -> None:
-    rows = [{"candidate": asdict(candidate), **asdict(entry)} for candidate, entry in entries.items()]
-    data = {"format": FORMAT, "program": name, "key": key, "entries": rows}
+def _replace(path: Path, data: Mapping[str, Any]) -> None:
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".new")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

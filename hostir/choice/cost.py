@@ -333,7 +333,7 @@ class RankTasks:
             first = -(-op.ready.first * done.blocks // op.ready.results)
             order = tuple((first + n) % done.blocks for n in range(done.blocks))
         for slot in order:
-            flag = CostTask(task.rank, Pause(sender="stream"))
+            flag = CostTask(task.rank, Pause(sender="block"))
             self.tasks.append(flag)
             task.raises.append(flag)
             self.shared.flags.setdefault(self.registers.flag(done.flags, slot), []).append((done.epoch, flag))

@@ -16,9 +16,10 @@ The constants of H200 were measured one by one:
 - Host times, `host_lead` and `low_latency` are fitted to the results of benchmarks/allgather_matmul.py, on hosts that
   have nothing else to do. Host times vary by a factor of three between row counts and between runs.
 
-The constants of H100 are fitted together, by coordinate descent, to the times of the candidates of
-benchmarks/results/2xH100 in CUDA graphs, with 64 to 16,384 rows. The fit minimizes the mean square of log(estimate /
-time). Candidates that are nearly the fastest for their row count have the largest weights.
+The constants of H100 are fitted together to the times of the candidates of benchmarks/results/2xH100, with 1 to 16,384
+rows. The fit minimizes the mean of a robust loss of log(estimate / time) in CUDA graphs, and the regret of the choice.
+Candidates that are nearly the fastest for their row count have the largest weights. Some constants always occur
+together, such as `copy` and `signal`, and only their sum is known.
 `python -m benchmarks.regret` prints the time that is lost if the choice follows these estimates.
 
 tests/choice/peers_reduce_scatter.json has the times of reduce-scatters and all-reduces after a matmul on 2 GPUs. No
@@ -63,9 +64,10 @@ class Hardware:
         throttle: the share of the peak that a call loses for each doubling of its work beyond 0.2 TFLOP, because power
             limits the clock.
         memory: the rate of kernels that are bound by memory, counting the bytes read and the bytes written.
-        begin: the time from the launch of a call until its first kernel computes; 0 if the `start` of each kernel
-            includes it.
+        begin: the time from the launch of a call until its first task begins, if the call has a matmul. Its code and
+            operands are not in caches yet. 0 if the `start` of each kernel includes it.
         collective: the fixed time of a collective.
+        captured: the time by which a call with collectives begins later in a CUDA graph than if the host issues it.
         low_latency: the fixed time of a collective by a low-latency protocol. Such a protocol has a third of the rate.
         rates: the rate of each collective, counting the bytes that leave a rank and half of the bytes that it keeps.
         during_computation: the share of the rate of each collective that is left while a computation runs.
@@ -78,6 +80,7 @@ class Hardware:
         barrier: the time of a barrier across ranks.
         signal: the time of a signal to another rank.
         kernel_signal: the time from the end of a copy until a kernel on another stream has set the flag for the copy.
+        raised: the time from the end of a block of a computation until a stream that waits for its flag goes on.
         edge: the time from the end of a task until the start of a task on another stream that waits for it.
         flag_wait: the time between two matmuls on a stream if the stream waits for a flag between them.
         poll: the time until a kernel that polls flags begins to multiply. It counts from the start of the kernel, or
@@ -108,12 +111,14 @@ class Hardware:
     barrier: float
     signal: float
     kernel_signal: float
+    raised: float
     edge: float
     flag_wait: float
     poll: float
     launch: Mapping[str, float] = field(default_factory=dict)
     host_lead: float = 0.0
     begin: float = 0.0
+    captured: float = 0.0
     source: str = ""
 
 
@@ -181,6 +186,7 @@ H200 = Hardware(
     barrier=5.0,
     signal=2.0,
     kernel_signal=2.5,
+    raised=2.0,
     edge=5.0,
     flag_wait=3.0,
     poll=15.0,
@@ -188,29 +194,39 @@ H200 = Hardware(
     host_lead=40.0,
     source="measured on 8 x H200 with NVLink 4",
 )
-_STARTS, _TILE_US = {"aten": 4.8, "triton": 4.3}, {"aten": 1.4, "triton": 2.1}
+_STARTS, _TILE_US = {"aten": 3.2, "triton": 2.8}, {"aten": 0.41, "triton": 0.59}
+_BUSY = {"aten": (55, 48), "triton": (14, 68)}  # SMs during an all-gather, and during other collectives
 H100 = replace(
     H200,
     name="h100",
-    throttle=0.023,
-    memory=2400.0,
+    throttle=0.031,
+    memory=2220.0,
     kernels={
-        family: replace(kernels, rates=replace(kernels.rates, tile=_TILE_US[family]), start=_STARTS[family])
+        family: replace(
+            kernels,
+            rates=replace(kernels.rates, tile=_TILE_US[family]),
+            start=_STARTS[family],
+            busy_sms={name: _BUSY[family][name != "allgather"] for name in kernels.busy_sms},
+        )
         for family, kernels in H200.kernels.items()
     },
-    begin=7.2,
-    collective=26.0,
-    low_latency=11.0,
-    rates={**H200.rates, "allgather": 384.0, "reduce_scatter": 352.0, "allreduce": 352.0},
-    copy=7.9,
-    link=408.0,
-    push=7.7,
+    begin=9.5,
+    collective=25.5,
+    captured=6.5,
+    low_latency=7.2,
+    rates={**H200.rates, "allgather": 373.0, "reduce_scatter": 351.0, "allreduce": 352.5},
+    during_computation={"allgather": 0.85, "reduce_scatter": 0.7, "allreduce": 0.7, "alltoall": 0.7},
+    copy=12.9,
+    link=398.0,
+    push=8.2,
     sm_rate=27.0,
-    barrier=4.7,
-    signal=6.2,
-    edge=1.5,
-    flag_wait=7.2,
-    poll=7.4,
+    during_push=0.82,
+    barrier=3.9,
+    signal=0.3,
+    raised=10.3,
+    edge=0.1,
+    flag_wait=8.9,
+    poll=4.9,
     source="fitted to calls on 2 x H100 with NVLink 4",
 )
 _CPU_PEAK = {"bf16": 0.02, "f16": 0.02, "f32": 0.05, "f64": 0.025, "f8": 0.02, "f8s": 0.02}
@@ -237,6 +253,7 @@ CPU = Hardware(
     barrier=100.0,
     signal=20.0,
     kernel_signal=20.0,
+    raised=20.0,
     edge=0.0,
     flag_wait=0.0,
     poll=0.0,

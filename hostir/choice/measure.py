@@ -85,7 +85,7 @@ def measure(
     for subject in subjects:
         progress(f"preparing {subject.candidate}")
         _prepare(subject, sizes, session)
-    inputs = [_parts(subjects[0].program, sizes, seed + call, session) for call in range(CHECKED)]
+    inputs = [random_parts(subjects[0].program, sizes, seed + call, session) for call in range(CHECKED)]
     if subjects[0].failure:
         raise error(f"there is no result to compare the candidates with: {subjects[0].failure}")
     allowed = closeness(subjects[0].program, sizes)
@@ -134,7 +134,7 @@ def _prepare(subject: Subject, sizes: Mapping[str, int], session: Session) -> No
     subject.failure = _first_problem(session, problem)
 
 
-def _parts(program: Program, sizes: Mapping[str, int], seed: int, session: Session) -> list[Part]:
+def random_parts(program: Program, sizes: Mapping[str, int], seed: int, session: Session) -> list[Part]:
     """Return this rank's parts of random inputs."""
     inputs = random_inputs(program, sizes, seed, session.device)
     return [shard(x, v.tensor, session.rank, sizes) for v, x in zip(program.inputs, inputs, strict=True)]

@@ -7,9 +7,10 @@ import os
 import platform as python_platform
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from hostir.choice import calibration
 from hostir.choice.hardware import CPU, REFERENCE, Hardware, hardware_of
 from hostir.ir.source import error
 
@@ -32,6 +33,7 @@ class Platform:
         hardware: the constants that estimates use.
         refuses: the reason why ranks should not access each other's memory here; empty if they may.
         runs_all: True if programs that access the memory of peers still run here, for testing.
+        calibrated: True if the constants were scaled by times that were measured on this machine.
     """
 
     machine: str
@@ -42,6 +44,7 @@ class Platform:
     hardware: Hardware
     refuses: str = ""
     runs_all: bool = False
+    calibrated: bool = False
 
     def __str__(self) -> str:
         if self.machine in (SIMULATED, ELSEWHERE):
@@ -67,12 +70,10 @@ class Platform:
     @property
     def note(self) -> str:
         """A remark on the estimates for the user; empty if there is nothing to remark."""
-        known = hardware_of(self.name) if self.machine == CUDA else self.hardware
-        return (
-            ""
-            if known
-            else f"there are no constants for {self.name}: estimates use the constants of {self.hardware.name}"
-        )
+        if self.machine != CUDA or hardware_of(self.name):
+            return ""
+        note = f"there are no constants for {self.name}: estimates use the constants of {self.hardware.name}"
+        return f"{note}, scaled" if self.calibrated else f"{note}; 'hostir tune --calibrate' scales them"
 
 
 def reference(hardware: Hardware, ranks: int) -> Platform:
@@ -118,7 +119,8 @@ def _device_facts(machine: str, device: int) -> dict[str, Any]:
     versions = {"hostir": _version("hostir"), "torch": torch.__version__}
     facts = {"machine": machine, "host": socket.gethostname(), "versions": versions, "peers": "", "refuses": ""}
     if machine == GLOO:
-        return {**facts, "name": f"{python_platform.machine()} CPU of {os.cpu_count()} cores"}
+        name = f"{python_platform.machine()} CPU of {os.cpu_count()} cores"
+        return {**facts, "name": name, "calibration": calibration.read(name)}
     if device >= torch.cuda.device_count():
         raise error(
             f"this host has {torch.cuda.device_count()} GPUs, not {device + 1}",
@@ -128,7 +130,8 @@ def _device_facts(machine: str, device: int) -> dict[str, Any]:
     others = [n for n in range(torch.cuda.device_count()) if n != device]
     unreachable = [n for n in others if not torch.cuda.can_device_access_peer(device, n)]
     facts["refuses"] = why_not(torch.device("cuda", device))
-    return {**facts, "name": torch.cuda.get_device_name(device), "peers": _link(unreachable)}
+    name = torch.cuda.get_device_name(device)
+    return {**facts, "name": name, "peers": _link(unreachable), "calibration": calibration.read(name)}
 
 
 def _link(unreachable: Sequence[int]) -> str:
@@ -182,12 +185,22 @@ def platform_of(facts: Sequence[dict[str, Any]]) -> Platform:
     if first["machine"] == GLOO:
         link = "one host" if one_host else "several hosts"
         refusal = FOR_TESTING if one_host else "processes of several hosts share no memory"
-        return Platform(GLOO, first["name"], ranks, link, versions, CPU, refusal, runs_all=one_host)
+        return _calibrated(Platform(GLOO, first["name"], ranks, link, versions, CPU, refusal, runs_all=one_host), first)
     names = sorted({device["name"] for device in facts})
     link = _weakest_link([device["peers"] for device in facts], one_host) if ranks > 1 else "alone"
     refusal = next((device["refuses"] for device in facts if device["refuses"]), "") or REFUSALS.get(link, "")
     hardware = hardware_of(names[0]) or REFERENCE
-    return Platform(CUDA, " and ".join(names), ranks, link, versions, hardware, refusal)
+    return _calibrated(Platform(CUDA, " and ".join(names), ranks, link, versions, hardware, refusal), first)
+
+
+def _calibrated(platform: Platform, facts: dict[str, Any]) -> Platform:
+    """Return a platform with constants that are scaled by the calibration of rank 0, whose facts are passed."""
+    times, ranks = facts["calibration"]
+    if not times:
+        return platform
+    device, known = ("cpu", False) if platform.machine == GLOO else ("cuda", hardware_of(platform.name) is not None)
+    hardware = calibration.scaled(platform.hardware, times, device, ranks, known=known)
+    return replace(platform, hardware=hardware, calibrated=True)
 
 
 REFUSALS = {

@@ -41,8 +41,16 @@ def estimates(tasks: Sequence[CostTask], hardware: Hardware, kernels: str) -> Ma
     In a series of eager calls, each call takes the time of the device or the time of the host, whichever is longer.
     """
     costs = Costs(hardware, kernels, flops(tasks))
-    device = hardware.begin + Simulation(tasks, costs).run()
-    return {GRAPH: device, EAGER: max(device, HostCosts(costs).call(tasks) - hardware.host_lead)}
+    device = Simulation(tasks, costs).run()
+    graph, eager = (device + start(tasks, hardware, mode) for mode in (GRAPH, EAGER))
+    return {GRAPH: graph, EAGER: max(eager, HostCosts(costs).call(tasks) - hardware.host_lead)}
+
+
+def start(tasks: Sequence[CostTask], hardware: Hardware, mode: str) -> float:
+    """Return the microseconds from the beginning of a call until its first task begins on the device."""
+    collectives = any(isinstance(task.work, CostTransfer) for task in tasks)
+    begin = hardware.begin if any(isinstance(task.work, Gemm) for task in tasks) else 0.0
+    return begin + (hardware.captured if mode == GRAPH and collectives else 0.0)
 
 
 def flops(tasks: Sequence[CostTask]) -> float:
@@ -123,7 +131,9 @@ class GemmCosts:
             tile, streaming = self.fastest(gemm), self.streaming(gemm)
             flags = block_ends(tile, gemm, h.sms, self.rates, [start], count)
             end = start + max(self.tiles(gemm, tile), streaming)
-            return end, tuple(max(t, start + streaming * (i + 1) / count) for i, t in enumerate(flags))
+            rows = -(-gemm.m // tile.m)  # of tiles: each tile that a block needs streams its operands
+            streamed = [-(-(i + 1) * rows // count) / rows for i in range(count)]
+            return end, tuple(max(t, start + streaming * x) for t, x in zip(flags, streamed, strict=True))
         sms = h.sms - task.overlapped_sms - task.reserved_sms
         rates = self.rates.scaled(h.during_push) if task.overlapped_sms else self.rates
         poll = h.poll * (STARTED_POLL if task.overlapped_sms else 1.0)
@@ -161,7 +171,9 @@ class Costs:
         if isinstance(work, CostBarrier):
             return h.barrier if work.ranks > 1 else 0.0
         if isinstance(work, Pause):
-            return {"stream": h.signal, "kernel": h.kernel_signal}.get(work.sender, work.microseconds)
+            return {"stream": h.signal, "kernel": h.kernel_signal, "block": h.raised}.get(
+                work.sender, work.microseconds
+            )
         return 0.0
 
     def polls(self, work: TaskWork) -> bool:

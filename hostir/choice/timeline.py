@@ -23,7 +23,7 @@ from hostir.choice.cost import (
 from hostir.choice.decision import check_ranks, check_sizes
 from hostir.choice.hardware import Hardware, parse_machine
 from hostir.choice.platforms import reference
-from hostir.choice.simulation import Costs, HostCosts, Simulation, flops
+from hostir.choice.simulation import GRAPH, Costs, HostCosts, Simulation, flops, start
 from hostir.ir.op import Phase
 from hostir.ir.program import Program
 from hostir.ir.source import error, user_span
@@ -164,7 +164,7 @@ def predict(
     tasks = tasks_of(program, sizes)
     costs = Costs(hardware, kernels, flops(tasks))
     simulation = Simulation(tasks, costs)
-    device = hardware.begin + simulation.run()
+    device, offset = simulation.run(), start(tasks, hardware, GRAPH)
     unrolled = {rank: unroll(program, rank, sizes) for rank in range(program.ranks)}
 
     def span(task: CostTask) -> PredictedSpan:
@@ -172,7 +172,7 @@ def predict(
         rounds = () if task.op is None else tuple(task.op.place.rounds)
         lane = "caller" if task.op is None else COMMUNICATION if task.op.by_group else task.op.lane
         ready = simulation.ready.get(task, simulation.begun[task])
-        begin, end = ready + hardware.begin, simulation.ended[task] + hardware.begin
+        begin, end = ready + offset, simulation.ended[task] + offset
         waited = max(0.0, end - begin - _alone(task, costs))
         waits = any(task.blocks) or bool(task.partners)
         return PredictedSpan(task.rank, lane, text, rounds, begin, end, waited if waits else 0.0, _resource(task))
@@ -183,7 +183,7 @@ def predict(
         program.name,
         machine or f"{program.ranks} x {hardware.name}",
         kernels,
-        device,
+        device + offset,
         HostCosts(costs).call(tasks),
         tuple(sorted(shown.values(), key=lambda s: (s.begin, s.rank))),
         tuple(critical),

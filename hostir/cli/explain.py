@@ -76,7 +76,7 @@ def _range_row(ranges: Ranges, row: Range) -> list[str]:
     last = "-" if row.last is None else str(row.last)
     size = ranges.representative({name: row.first})[name]
     best = choice.timings[0]
-    times = [choice.source, str(size), _us(best.us), _symmetric(best)]
+    times = [choice.source, str(size), time_text(best.us), _symmetric(best)]
     return [str(row.first), last, choice.strategy, _streams(choice.taken), choice.kernels, *times]
 
 
@@ -102,11 +102,11 @@ def _row(timing: Timing, best: float) -> list[str]:
     """Return the cells of the table's row for one candidate. `best` is the time of the fastest candidate."""
     c = timing.candidate
     slower = f"{timing.us / best - 1:.0%}" if timing.us > best > 0 else "-"
-    times = [_us(timing.us), slower, _us(timing.graph), _us(timing.eager)]
+    times = [time_text(timing.us), slower, time_text(timing.graph), time_text(timing.eager)]
     return [c.strategy, _streams(c), c.kernels, *times, _symmetric(timing)]
 
 
-def _us(time: float | None) -> str:
+def time_text(time: float | None) -> str:
     """Return a time in microseconds as text."""
     return "-" if time is None else f"{time:.1f}" if time < 100 else f"{time:.0f}"
 

@@ -8,16 +8,15 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from hostir.choice import cache
+from hostir.choice import cache, calibration
 from hostir.choice.candidates import SEQUENTIAL, candidates_of
 from hostir.choice.choices import Choice
 from hostir.choice.decision import Decider, check_ranks, check_sizes, decide
 from hostir.choice.measure import PATIENCE, Progress, measure, steps
 from hostir.choice.platforms import platform_here
 from hostir.choice.ranges import Ranges, free_sizes
-from hostir.cli.explain import table
+from hostir.cli.explain import table, time_text
 from hostir.cli.loading import load_named
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, error
@@ -101,7 +100,7 @@ def _tune(case: Case, job: Session, options: Namespace, begin: Begin) -> list[st
     if measures:
         progress = begin(case.label, steps(len(programs)))
         entries = measure(programs, case.sizes, job, runs=options.runs, progress=progress)
-        _keep(job, key, case.fusion.name, entries)
+        _on_rank_0(job, lambda: cache.write(key, case.fusion.name, entries))
     if job.rank:
         return []
     choice = decide(case.fusion, platform, case.sizes, kernels)
@@ -119,15 +118,12 @@ def _measured_row(case: Case, choice: Choice, when: str) -> list[str]:
     return [case.label, choice.strategy, streams, choice.kernels, f"{choice.timings[0].us:.1f}", sequential, when]
 
 
-def _keep(job: Session, key: Mapping[str, Any], name: str, entries: cache.Entries) -> None:
-    """Save measurements to the cache. All ranks call this together, but only rank 0 writes to the cache.
-
-    If writing fails, all ranks raise HostIRError.
-    """
+def _on_rank_0(job: Session, write: Callable[[], object]) -> None:
+    """Call `write` on rank 0. All ranks call this together. If `write` raises HostIRError, all ranks raise it."""
     problem = ""
     if job.rank == 0:
         try:
-            cache.write(key, name, entries)
+            write()
         except HostIRError as refusal:
             problem = refusal.diagnostics[0].message
     if problem := _from_rank_0(job, problem):
@@ -164,9 +160,31 @@ def _progress(job: Session) -> Iterator[Begin]:
         yield begin
 
 
+def calibrate_command(options: Namespace) -> int:
+    """Time the experiments of the calibration, keep their times, and print them; return the exit code."""
+    with session(options.device) as job:
+        assert job is not None
+        times = calibration.measure(job)
+        before = platform_here("cuda" if job.device.type == "cuda" else "gloo", job.size)
+        _on_rank_0(job, lambda: calibration.write(before.name, times, job.size))
+        after = platform_here("cuda" if job.device.type == "cuda" else "gloo", job.size)
+        if job.rank == 0:
+            estimates = calibration.estimates_of(after.hardware, job.device.type, job.size)
+            rows = [[name, time_text(us), time_text(estimates.get(name))] for name, us in times.items()]
+            print(table(["program", "us", "estimated us"], rows))
+            print(f"kept in {cache.folder()}")
+    return 0
+
+
 def main(options: Namespace) -> int:
     """Run `hostir tune`; return its exit code."""
-    check_started(options.file)
+    check_started(options.file or "--calibrate")
+    if options.calibrate:
+        code = calibrate_command(options)
+        if not options.file:
+            return code
+    if not options.file:
+        raise error("the following arguments are required: FILE[:NAME]", hint="hostir tune --help")
     cases = []
     for assignments in _combinations(options.assignments):
         options.assignments = list(assignments)

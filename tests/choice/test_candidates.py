@@ -144,6 +144,7 @@ def facts(**changes: object) -> dict[str, object]:
     versions = {"torch": "2.11"}
     return {
         **{"machine": "cuda", "host": "a", "versions": versions, "peers": "nvlink", "refuses": "", "name": "H200"},
+        "calibration": ({}, 1),
         **changes,
     }
 

@@ -117,6 +117,26 @@ def contents(folder: Path) -> set[str]:
     return {file.read_text() for file in (folder / "tuning").glob("*.json")}
 
 
+def test_a_calibration_is_kept_and_scales_the_estimates_of_this_machine(tmp_path: Path) -> None:
+    done = on_two_ranks(tmp_path, "-m", "hostir", "tune", "--calibrate", "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    printed = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines() if line.startswith("  ")}
+    assert printed.keys() == {"program", "memory", "matmul", "gather", "launch"}
+    us, estimate = map(float, printed["memory"])
+    assert us == pytest.approx(estimate, rel=0.05)  # estimated with the scaled constants
+    (file,) = (tmp_path / "tuning").glob("*.json")
+    file.write_text("{")
+    ignored = hostir(tmp_path, "tune", "--set", "M=32", "--runs", "1")
+    assert ignored.returncode == 0, ignored.stderr
+    assert f"{file} are ignored: it is damaged" in ignored.stderr
+
+
+def test_tune_needs_a_file_or_a_calibration(tmp_path: Path) -> None:
+    done = on_two_ranks(tmp_path, "-m", "hostir", "tune", "--device", "cpu")
+    assert done.returncode != 0
+    assert "the following arguments are required: FILE[:NAME]" in done.stderr
+
+
 def test_a_cache_that_cannot_be_written_ends_every_rank_with_a_diagnostic(tmp_path: Path) -> None:
     (tmp_path / "tuning").write_text("")
     done = hostir(tmp_path, "tune", "--set", "M=32", "--runs", "1")
