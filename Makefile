@@ -2,7 +2,8 @@
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
-JOBS ?= 2
+# One more than two cores: the tests of ranks often wait.
+JOBS ?= 3
 RANKS ?= 4
 
 BIN := .venv/bin
