@@ -102,12 +102,14 @@ class Benchmark:
 
     Fields:
         title: the title of its table.
-        collective: the name of the collective that is part of its floor.
+        collective: the name that reports give to the communication, such as "all-gather". The floor of a row is the
+            time of the communication alone or of the computation alone, whichever is longer. A score is floor/time.
         shape: the names of the extents of a row.
         models: N and K of a rank, by model.
         sizes: the values of M, by model.
         target: a function that returns the score that a measured row must reach, and the goal of the row.
-        by_mode: True if hostir is compared with the fastest peer of each mode. Then `target` is not called.
+        by_mode: True if eager calls and CUDA graphs have separate targets. Each target follows from the score of the
+            fastest peer (an implementation other than hostir) in the same mode, and `target` is not called.
     """
 
     title: str

@@ -320,7 +320,10 @@ def _reshaped(draw: Draw, plan: Plan, shape: list[Size]) -> list[Size]:
 
 
 def _free(t: hi.Tensor) -> dict[int, Size]:
-    """Return the axes after splits that have no parallel type yet, with their extents."""
+    """Return the extents of the axes that have no parallel type yet, by position.
+
+    A split axis counts as several axes, one for each part of the split.
+    """
     factors = [factor for axis in t.axes for factor in axis.factors]
     return {k: factor.extent for k, factor in enumerate(factors) if factor.on is None}
 

@@ -97,9 +97,10 @@ def scaled(hardware: Hardware, times: Times, device: str, ranks: int, *, known: 
 
 
 def read(device: str) -> tuple[Times, int]:
-    """Return the times that `write` has kept for the name of a device, and the number of ranks that measured them.
+    """Read the times that `write` stored for a device. Return them, and the number of ranks that measured them.
 
-    The mapping is empty if this machine was not calibrated, or if its file cannot be used.
+    `device` is the name of the device. If this machine was not calibrated, or if the file cannot be used, the mapping
+    is empty and the number is 1.
     """
     times = dict(cache.read_times({"calibration": device}))
     return times, int(times.pop("ranks", 1))

@@ -326,7 +326,7 @@ def _power(size: int) -> int:
 
 
 def _first(power: int) -> int:
-    """Return the smallest size that the power of two with this exponent stands for."""
+    """Return the smallest size for which `_power` returns this exponent."""
     return (0, 2)[power] if power < 2 else 3 << power - 2
 
 

@@ -287,7 +287,7 @@ class HostCosts:
         return max(by_rank.values(), default=0.0)
 
     def launch(self, operation: str) -> float:
-        """Return the microseconds in which the host issues an operation."""
+        """Return the microseconds that the host takes to issue one operation, such as "matmul"; 0 if unknown."""
         name = "triton matmul" if self.costs.in_triton and operation == "matmul" else operation
         return self.costs.hardware.launch.get(name, 0.0)
 

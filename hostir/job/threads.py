@@ -66,7 +66,7 @@ class ThreadPairs:
     Two threads are paired if they have made the same call.
 
     Fields:
-        callers: the common names of all threads on this rank that have made calls.
+        callers: the names of the threads on this rank that have made calls, as returned by `common_name`.
     """
 
     def __init__(self) -> None:

@@ -334,7 +334,10 @@ def differing(result: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
 
 
 def fingerprint(x: torch.Tensor) -> torch.Tensor:
-    """Return a hash of the bits of a tensor below 2^48: a scalar in f64 on its device."""
+    """Return a 48-bit hash of a tensor's bits, as a scalar on the tensor's device.
+
+    The scalar is an f64, which represents all integers of 48 bits exactly.
+    """
     bits = x.contiguous().view({2: torch.int16, 4: torch.int32}[x.element_size()]).view(-1).long()
     places = torch.arange(1, len(bits) + 1, device=x.device)
     mixed = (bits * 0x5851F42D4C957F2D) ^ (places * 0x14057B7EF767814F)

@@ -176,10 +176,11 @@ class PeerMemory:
             time.sleep(PAUSE)
 
     def signal_pads(self, memory: SharedMemory) -> list[torch.Tensor]:
-        """Return this rank's signals of torch's kernels in a list; the list is empty if no such kernel uses `memory`.
+        """Return this rank's signal pad in a list. The list is empty if no kernel of torch uses `memory`.
 
-        A kernel that waits for a peer waits until its signal is 1, and sets it to 0. A kernel that signals a peer waits
-        until the peer's signal is 0, and sets it to 1.
+        A signal pad is an int32 tensor through which torch's kernels for symmetric memory synchronize with peers. To
+        signal a peer, a kernel waits until a signal in the peer's pad is 0, and sets it to 1. To wait for a peer, a
+        kernel waits until a signal in its rank's pad is 1, and sets it to 0.
         """
         handle = memory.kept.get("handle")
         if handle is None or (WORKSPACE, self.rank) not in memory.flat:

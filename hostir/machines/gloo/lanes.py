@@ -28,7 +28,7 @@ class AbandonedError(Exception):
 
 
 class Waits(Enum):
-    """The wait of a step: it waits for nothing, for another lane of this rank, or for another rank."""
+    """The thing that a step waits for: nothing, another lane of this rank, or another rank."""
 
     NOTHING = "it works"
     LANE = "another lane of this rank"

@@ -1,4 +1,7 @@
-"""Started calls, which run beside the caller's work: the order of streams, and marks for the allocator."""
+"""Calls that `Executor.start` starts beside the caller's work.
+
+The tests check which streams wait for each other, and which tensors are passed to `record_stream`.
+"""
 
 from __future__ import annotations
 
