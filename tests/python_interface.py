@@ -27,6 +27,7 @@ SECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
     ("Lowering and checking", ("lower", "compile", "Choice", "Ranges", "FallbackWarning", "parse", "check", "Program")),
     ("Running", ("run", "Executor", "Started", "session", "Session", "Trace", "knobs.scope")),
+    ("Predicting", ("timeline", "PredictedTimeline")),
     ("Mistakes", ("HostIRError", "Diagnostic")),
 )
 NOT_CONSTRUCTED = {  # by users
@@ -36,6 +37,7 @@ NOT_CONSTRUCTED = {  # by users
     "Started",
     "Choice",
     "Ranges",
+    "PredictedTimeline",
     "Program",
     "HostIRError",
     "Diagnostic",

@@ -86,7 +86,8 @@ def said(call: Callable[[], object]) -> str:
     with pytest.raises(hi.HostIRError) as raised:
         call()
     message = raised.value.diagnostics[0].message
-    print(f"SAID {message}", flush=True)
+    sys.stdout.write(f"SAID {message}\n")  # in one write: other processes print, too
+    sys.stdout.flush()
     return message
 
 

@@ -69,7 +69,8 @@ def said(function: Callable[[], object]) -> str:
     with pytest.raises(hi.HostIRError) as raised:
         function()
     message = raised.value.diagnostics[0].message
-    print(f"SAID {message}", flush=True)
+    sys.stdout.write(f"SAID {message}\n")  # in one write: other processes print, too
+    sys.stdout.flush()
     return message
 
 
@@ -100,7 +101,8 @@ def at_once(executors: list[hi.Executor], compared: bool = True) -> None:
     assert not problems, problems
     assert len(refusals) == len(threads)
     for refusal in refusals:
-        print(f"SAID {refusal.diagnostics[0].message}", flush=True)
+        sys.stdout.write(f"SAID {refusal.diagnostics[0].message}\n")
+        sys.stdout.flush()
     said(lambda: call(executors[0], 9))  # a later call from another thread is refused too
 
 
