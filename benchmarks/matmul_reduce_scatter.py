@@ -301,9 +301,10 @@ class EmulatedRank(Subject):
         return {**super().about(), "emulated_on": 2}
 
     def judge(self) -> Judge:
-        """Return the judge of the sum.
+        """Return a judge that holds the expected sum.
 
-        Its terms are this rank's own block, and all blocks of the peer except the peer's own block.
+        The peer plays all other ranks. So the sum adds this rank's block of its product, and every block that the peer
+        sends: all blocks of the peer's product but the one that the peer keeps.
         """
         m = self.row.M // self.ranks
         random_rows = torch.randint(m, (32,), generator=torch.Generator().manual_seed(m))  # the same on both ranks

@@ -37,7 +37,7 @@ def definitions(path: str) -> dict[str, ast.stmt]:
 
 
 def length(path: str, what: str) -> int:
-    """Return the number of lines of named definitions of a file, or of the whole file."""
+    """Return the number of lines of the definitions in a file that `what` names; of all lines if it begins with all."""
     if what.startswith("all"):
         return len((ROOT / path).read_text(encoding="utf-8").splitlines())
     nodes = [definitions(path)[name] for name in re.findall(r"`(\w+)`", what)]

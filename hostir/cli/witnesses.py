@@ -73,10 +73,10 @@ def _access_positions(tasks: Sequence[Task]) -> dict[TaskKey, list[int]]:
 
 
 def _overtaken(finding: Finding, positions: Mapping[TaskKey, list[int]]) -> bool:
-    """Return True if a run with wrong results shows the finding.
+    """Return True if a finding can explain the wrong results of a run.
 
-    If the finding is a race, return True only if its second access came before its first access. For all other
-    findings, return True.
+    A race explains them only if its second access came before its first access, or if only the second access came. All
+    other findings explain them.
     """
     if finding.category != "race":
         return True

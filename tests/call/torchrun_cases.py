@@ -594,7 +594,7 @@ def growing_sizes_get_exactly_what_they_need_if_memory_is_short() -> None:
     free, first = resource.getrlimit(limit), 0
 
     def taken() -> int:
-        """Return the bytes of this program's memory. Memory of earlier cases may be released at any meeting."""
+        """Return the bytes of symmetric memory that `program` holds here. Others may release theirs at any meeting."""
         mine = [of for (digest, _), of in memory.met.items() if digest == program.digest]
         return sum(of.offers[RANK].bytes for of in mine)
 

@@ -1,4 +1,4 @@
-"""The operator that a call of an executor is made for."""
+"""A call of an executor has the name of the torch operator that made it."""
 
 from __future__ import annotations
 

@@ -165,15 +165,16 @@ class Rotations:
         return parts
 
     def _columns(self, items: Sequence[Sequence[Access]], turned: Any) -> list[tuple[Access, Steps]]:
-        """Return the accesses of some parts of a computation by blocks, each with its `Steps`.
+        """Match the accesses of the parts of a computation by blocks; return each access with its `Steps`.
 
-        For each grid axis, one digit of an access's address may rise from rank to rank (see the module's docstring).
-        `Steps` has the weight of this digit, or 0 if no digit rises. Some parts begin with an access that other parts
-        do not have. Such accesses are left out.
+        The accesses of all parts are lined up from the end: column k holds access k of every part. Leading accesses
+        that only some parts have are dropped. If all parts share one access, it is returned once.
 
         Args:
             items: the accesses of each part.
             turned: row n holds, for each rank, the number of the part that corresponds to rank 0's part n.
+
+        Raises UnlikeError if the accesses of a column differ in more than their offsets.
         """
         columns: list[tuple[Access, Steps]] = []
         common = min(map(len, items), default=0)
