@@ -12,6 +12,7 @@ from benchmarks.harness import table
 EAGER, GRAPH = "eager", "graph"
 MODES = (EAGER, GRAPH)
 COMPILED = "hi.compile"  # the candidate that `hi.compile` chooses in its first calls
+CAPTURED = "hi.compile, second call captured"
 BY_HAND, TORCH = "NCCL + cuBLAS", "torch fused"  # peers
 ONE_SHOT, TWO_SHOT = "torch one-shot", "torch two-shot"
 HOSTIR = "hostir"  # the candidate that calls a function of hostir.torch
@@ -358,6 +359,21 @@ def scored(row: Result) -> Result:
     return {**result, **targets_of(result)}
 
 
+def _regrets(times: Mapping[str, Result]) -> dict[str, float | None]:
+    """Return the time of the choice of `hi.compile` as a multiple of the time of hostir's fastest candidate.
+
+    `regret` compares both in their faster modes. `captured` compares CUDA graphs, and the choice is that of a
+    caller who captures the second call. An entry is None if one of the times is missing.
+    """
+
+    def ratio(name: str, modes: tuple[str, ...]) -> float | None:
+        chosen = fastest({n: t for n, t in times.items() if n == name}, ours=True, modes=modes)
+        best = fastest(times, ours=True, modes=modes)
+        return round(chosen[2] / best[2], 4) if chosen and best else None
+
+    return {"regret": ratio(COMPILED, MODES), "captured": ratio(CAPTURED, (GRAPH,))}
+
+
 def _collectives(row: Result) -> dict[str, float]:
     """Return the microseconds of each collective that ran alone, by name."""
     times = {name: row.get(f"{name}_us") for name in COLLECTIVES}
@@ -472,7 +488,7 @@ def cells(row: Result) -> dict[str, str]:
         "x the best peer issued alike": cell(ratio, 2),
         "best candidate": cell(row["best_candidate"]),
         "candidate's score": cell(row["score_candidate"], 3),
-        "regret": cell(row["score_candidate"] and row["score_ours"] and row["score_candidate"] / row["score_ours"], 2),
+        **{name: cell(ratio, 2) for name, ratio in _regrets(row["times"]).items()},
         "must reach": cell(row["must"], 3),
         "goal": cell(row["goal"], 3),
         "met": cell(row["met"]),
@@ -498,8 +514,9 @@ def line(row: Result) -> str:
         )
     peer, peer_score, ours, score, *more = figures
     if "compiled" in row:
-        error, ratio, candidate, candidate_score, regret, must, goal, met = more
-        right = f"{score:>5} {ours} ({ratio} x, error {error})  |  {candidate_score:>5} {candidate}, {regret} x  |  "
+        error, ratio, candidate, candidate_score, regret, captured, must, goal, met = more
+        right = f"{score:>5} {ours} ({ratio} x, error {error})  |  {candidate_score:>5} {candidate}, "
+        right += f"{regret} x, captured {captured} x  |  "
         right += f"must {must:>5}  goal {goal:>5}  met {met}"
     else:
         right = "{:>5} {:<41}  |  must {:>5}  met {}".format(score, ours, *more)

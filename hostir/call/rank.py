@@ -286,6 +286,20 @@ class RankExecutor(Executor):
             self.watchdog.unwatch()
         self._end_plans()
 
+    def record(self, inputs: Sequence[Any], outs: Sequence[Any]) -> torch.cuda.CUDAGraph:
+        """Capture the latest call anew in a CUDA graph that the executor does not keep, and return the graph.
+
+        All ranks call this on CUDA after the same call, and they replay the graphs together. The graph must be
+        destroyed before `rest`.
+
+        Args:
+            inputs: tensors like those of the call.
+            outs: the tensors for the outputs.
+        """
+        assert self.latest is not None
+        with torch.no_grad():
+            return Graphs(self._machine.device, self.program.name, {}).record(self.latest.plan, inputs, outs)  # type: ignore[arg-type]
+
     @property
     def tape(self) -> str:
         plan = self.latest.plan if self.latest is not None else None

@@ -62,9 +62,16 @@ class Entry:
         return Entry(program.digest, eager, graph, failure, out, replays=graph is not None)
 
     @staticmethod
-    def of(digest: str, calls: str, us: float) -> Entry:
-        """Return the measurement with one time, of calls that are made as `calls` says: `eager` or `out`."""
-        return Entry(digest, out=us) if calls == "out" else Entry(digest, eager=us)
+    def of(digest: str, calls: str, us: float, graph: float | None = None) -> Entry:
+        """Return the measurement of a trial.
+
+        Args:
+            digest: the digest of the host program.
+            calls: how the calls were made that took `us` microseconds: `eager` or `out`.
+            graph: the time in a replay of a CUDA graph; None if it was not measured.
+        """
+        us, graph = round(us, 2), None if graph is None else round(graph, 2)
+        return Entry(digest, graph=graph, out=us) if calls == "out" else Entry(digest, us, graph)
 
     def time(self, calls: str) -> float | None:
         """Return the time of calls that are made as `calls` says: `eager`, `out` or `graph`."""

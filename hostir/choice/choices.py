@@ -71,6 +71,7 @@ class TrialState:
     Fields:
         best: the best candidate so far.
         times: the times of the candidates tried so far, in microseconds.
+        replays: the times of replays of a CUDA graph of each candidate, in microseconds.
         refused: the reasons why candidates were not tried.
         tried, rivals: the number of candidates that were tried so far, and the number of all candidates.
         done: True once the trial has ended.
@@ -78,6 +79,7 @@ class TrialState:
 
     best: Candidate
     times: dict[Candidate, float] = field(default_factory=dict)
+    replays: dict[Candidate, float] = field(default_factory=dict)
     refused: dict[Candidate, str] = field(default_factory=dict)
     tried: int = 1
     rivals: int = 1

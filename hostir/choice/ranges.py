@@ -99,11 +99,12 @@ class Ranges:
     def _entries(self, name: str) -> Entries | None:
         return None if self.measured is None else self.measured.get(name, {})
 
-    def captured(self, sizes: Mapping[str, int]) -> Candidate:
-        """Return the fastest candidate for a caller that captures calls with these sizes into a CUDA graph."""
+    def replays(self, sizes: Mapping[str, int]) -> dict[Candidate, float]:
+        """Return the times of replays that were measured before for the sizes of a call, in microseconds."""
         representative = self.representative(sizes)
         choice = self.decider.choice(representative, self._entries(key(representative)), "graph")
-        return self._fitting(choice, sizes)
+        measured = choice.timings if choice.source == MEASURED else ()
+        return {timing.candidate: timing.graph for timing in measured if timing.graph is not None}
 
     def candidate(self, sizes: Mapping[str, int]) -> Candidate:
         """Return the fastest candidate with a program that can run with these sizes.
@@ -157,7 +158,7 @@ class Ranges:
             progress: the state of the trial.
         """
         timings = [
-            replace(timing, us=round(us, 1), eager=None, graph=None)
+            replace(timing, us=round(us, 1), eager=None, graph=progress.replays.get(timing.candidate))
             for timing in estimates
             if (us := progress.times.get(timing.candidate)) is not None
         ]
@@ -192,7 +193,7 @@ class Ranges:
     def _keep(self, sizes: Mapping[str, int], progress: TrialState) -> None:
         """Write the measurements of a trial to the cache. Warn once if that is not possible."""
         entries = {
-            candidate: Entry.of(self.program(candidate).digest, self.decider.calls, round(us, 2))
+            candidate: Entry.of(self.program(candidate).digest, self.decider.calls, us, progress.replays.get(candidate))
             for candidate, us in progress.times.items()
         }
         try:

@@ -8,6 +8,12 @@ after another. In a duel the challenger first runs a few calls untimed. Then bot
 A B B A A B. The time of a call is the time of its slowest rank. The candidate with the smaller median wins. The loser
 gives up its memory, so at most two candidates hold memory at a time.
 
+On CUDA there is a race before the duels, at the end of the first call. The trial captures each candidate in a CUDA
+graph, and replays the graphs in turn on the inputs of this call. The winner is the first champion. So a caller who
+captures the second call captures the candidate that is best for captures. If replays of a candidate take longer than
+calls of the champion, the candidate has lost without a duel. So if the device takes longer than the host, the race
+decides alone, and the trial ends after a few more calls.
+
 Some calls are not timed. The first call with new sizes runs the best candidate so far, because the caller may capture
 the next call with these sizes into a CUDA graph. The first call of a candidate with new sizes makes a plan. Captures,
 recomputations and sizes that do not fit all candidates are no trials either.
@@ -29,15 +35,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple
-from math import isfinite, nan
+from math import inf, isfinite, nan
 from typing import Any, NamedTuple
 
 import torch
 
+from hostir.call.arguments import written_inputs
 from hostir.call.executor import Executor
 from hostir.call.rank import RankExecutor
 from hostir.call.started import Started
 from hostir.choice.choices import Candidate, Timing, TrialState
+from hostir.choice.laps import REPLAYS, Lap, Stopwatch, replayed, room_for_flush
 from hostir.choice.ranges import Ranges, key
 from hostir.choice.recomputation import Checkpointed, recomputes
 from hostir.ir.source import HostIRError, error
@@ -50,39 +58,6 @@ LIMIT = 2 * MOST_CALLS  # calls after which a trial ends with the best so far; c
 PATIENCE = 600.0  # seconds that ranks wait for a rank that compiles kernels of a candidate
 SHOWN_AFTER = 1.0  # seconds after which a trial shows its progress at a terminal
 LATE = f"not tried: a trial ends after {LIMIT} calls"
-
-
-class Lap:
-    """Measures one call on a CPU by the wall clock, from the creation of this object to `stop`."""
-
-    def __init__(self) -> None:
-        self.began = time.perf_counter()
-        self.seconds = nan
-
-    def stop(self) -> None:
-        """Stop the clock."""
-        self.seconds = time.perf_counter() - self.began
-
-    def us(self) -> float:
-        """Return the time in microseconds; NaN if it is not known."""
-        return self.seconds * 1e6
-
-
-class CudaLap(Lap):
-    """Measures one call on CUDA by two events on the caller's stream."""
-
-    def __init__(self) -> None:
-        self.first, self.last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self.first.record()
-
-    def stop(self) -> None:
-        self.last.record()
-
-    def us(self) -> float:
-        return float(self.first.elapsed_time(self.last)) * 1e3 if self.last.query() else nan
-
-
-LAPS: dict[str, Callable[[], Lap]] = {"cpu": Lap, "cuda": CudaLap}  # by the type of the device
 
 
 def is_capturing(device: str) -> bool:
@@ -114,6 +89,15 @@ class TrialStep(NamedTuple):
         return json.dumps([astuple(self.candidate), *self[1:]])
 
 
+class TrialCall(NamedTuple):
+    """A call that has just been made, with the tensors of this rank. `out` is the argument of the call."""
+
+    sizes: Mapping[str, int]
+    inputs: Sequence[Any]
+    outputs: Sequence[Any]
+    out: Any
+
+
 class Trial:
     """The trial of the candidates for one range of sizes.
 
@@ -138,8 +122,6 @@ class Trial:
         self.estimates = {timing.candidate: timing.us for timing in rivals}
         # The seconds that the trial may add to the calls; those of rank 0 count. Without any, there are no duels.
         self.budget = 0.0 if torch.are_deterministic_algorithms_enabled() else ranges.budget
-        # The candidate for captures before the first duel.
-        self.captured = ranges.captured(sizes) if self.budget else rivals[0].candidate
         self.checkpointed = Checkpointed[Candidate]()
         self.busy: threading.Thread | None = None  # the thread that is in a call
         first = execute(rivals[0].candidate)
@@ -152,15 +134,18 @@ class Trial:
 
         If a rank has ended the trial before, all ranks take the result of that rank.
         """
-        self.progress = TrialState(next(iter(self.estimates)), rivals=len(self.estimates))
-        self.waiting = list(self.estimates)[1:]  # challengers that have not been tried
+        known = self.ranges.replays(self.sizes) if self.budget else {}
+        replays = known if known.keys() >= self.estimates.keys() else {}
+        best = min(self.estimates, key=lambda c: replays.get(c, inf))  # by estimate, if there are no times
+        self.progress = TrialState(best, rivals=len(self.estimates), replays=replays)
+        self.waiting = [c for c in self.estimates if c != best]  # challengers that have not been tried
         self.challenger: Candidate | None = None
         self.number = 0  # calls so far
         self.counted = 0  # calls so far that count toward LIMIT
         self.spent = 0.0  # seconds that the losers took longer than the winners
         self.laps: list[tuple[Candidate, Mapping[str, int], Lap]] = []  # of the current duel
         self.ran: dict[Candidate, set[str]] = {}  # the sizes that each candidate has run, while it has plans
-        self.schedule: deque[tuple[Candidate, bool]] = deque([(self.progress.best, False)] * WARM[self.device])
+        self.schedule: deque[tuple[Candidate, bool]] = deque([(self.progress.best, False)])
         self.met = False
         self.ranges.choices[key(self.ranges.representative(self.sizes))] = self.before
         if (result := self._posted_result()) is not None:
@@ -235,7 +220,7 @@ class Trial:
             what = f"this rank captures a call of {self.name} into a CUDA graph, and another rank does not"
             raise error(what, expected="all ranks to capture the same calls")
         executor = self.execute(step.candidate)
-        lap = LAPS[self.device]() if step.timed else None
+        lap = self.stopwatch.start() if step.timed else None
         outputs = executor(*inputs, out=out)
         if lap is not None:
             lap.stop()
@@ -249,7 +234,7 @@ class Trial:
             self.schedule.popleft()
         if step.counted and (not self.schedule or self.counted >= LIMIT):
             with self._together(executor):
-                self._meet(executor, inputs, out)
+                self._meet(executor, TrialCall(sizes, inputs, outputs, out))
         return executor, outputs
 
     def _step(self, sizes: Mapping[str, int], repeats: bool, capturing: bool) -> TrialStep:
@@ -272,11 +257,11 @@ class Trial:
         return TrialStep(candidate, scheduled=True, timed=timed, counted=True)
 
     def _kept(self, sizes: Mapping[str, int]) -> Candidate:
-        """Return the candidate for a call that cannot be timed: the best so far, or `captured` before the first duel.
+        """Return the candidate for a call that cannot be timed: the best so far.
 
         If it does not fit the sizes, return the next best candidate that does.
         """
-        kept = self.progress.best if self.met else self.captured
+        kept = self.progress.best
         return kept if self.ranges.fits(kept, sizes) else self.ranges.candidate(sizes)
 
     def _first(self, mine: TrialStep) -> TrialStep:
@@ -298,14 +283,23 @@ class Trial:
         where = f"the trial of {self.name}"
         return [json.loads(each) for each in self.session.exchange(where, text, PATIENCE, where)]
 
-    def _meet(self, executor: Executor, inputs: Sequence[Any], out: Any) -> None:
-        """End a duel, and begin the next one. All ranks call this after the same call, with its tensors."""
+    def _meet(self, executor: Executor, call: TrialCall) -> None:
+        """End a duel, and begin the next one. All ranks call this after the same call."""
         executor.synchronize()
         if not self.met:
             self._agree()
+            self.stopwatch = Stopwatch(self.device, self.session)
+            if self.waiting and self.stopwatch.on_gpu:
+                self._race(call)
+                best = self.progress.best
+                self.schedule.extend([(best, False)] * WARM[self.device] + [(best, True)] * ROUNDS)
+                return self._publish()
+        medians = self._medians() if self.laps else {}
         if self.challenger is not None and not self.schedule:
-            self._end_duel(self.challenger)
+            self._end_duel(self.challenger, medians)
             self.challenger = None
+        elif (us := medians.get(self.progress.best, nan)) > 0:
+            self.progress.times[self.progress.best] = us
         if self.counted >= LIMIT:
             self.progress.refused |= dict.fromkeys(filter(None, (self.challenger, *self.waiting)), LATE)
             return self._finish()
@@ -313,8 +307,10 @@ class Trial:
         while self.waiting:
             challenger = self.waiting.pop(0)
             self.progress.tried += 1
+            if self._lost(challenger):
+                continue
             self._show(challenger)
-            if reason := self._too_slow(challenger) or self._prepared(challenger, inputs, out):
+            if reason := self._too_slow(challenger) or self._prepared(challenger, call):
                 self.progress.refused[challenger] = reason
                 continue
             self.challenger = challenger
@@ -333,16 +329,76 @@ class Trial:
         self.waiting = [Candidate(*each) for each in shared] if self.budget else []
         self.met = True
 
-    def _end_duel(self, challenger: Candidate) -> None:
-        """End a duel: compare the times of all ranks. The winner is the new champion."""
+    def _race(self, call: TrialCall) -> None:
+        """Replay the candidates in turn, each in a CUDA graph of its own. The winner is the new champion."""
+        replays = self.progress.replays
+        if replays or written_inputs(self.ranges.program(self.progress.best)):  # replays would write the inputs, too
+            return
+        outs = [None if x is None else torch.empty_like(x) for x in call.outputs]
+        graphs: dict[Candidate, torch.cuda.CUDAGraph] = {}
+        flush = room_for_flush()
+        best = self.progress.best
+        for candidate in (best, *self.waiting):
+            if self.spent > self.budget:
+                break
+            self._show(candidate)
+            if candidate != best and (reason := self._prepared(candidate, call)):
+                self.progress.refused[candidate] = reason
+                continue
+            if self._attempted(lambda c=candidate: graphs.update({c: self._recorded(c, call, outs)})):  # type: ignore[misc]
+                if candidate == best:  # for example, because nothing runs with these sizes
+                    break
+                self._drop_losers()
+                continue
+            if candidate == best:
+                continue
+            self.laps = [(c, call.sizes, lap) for c, lap in replayed(graphs, self.stopwatch, flush)]
+            self.execute(candidate).synchronize()
+            medians = self._medians()
+            replays.setdefault(best, medians[best])
+            replays[candidate] = medians[candidate] * replays[best] / medians[best]
+            self.spent += sum(medians.values()) * REPLAYS / 1e6
+            loser = best if replays[candidate] < replays[best] else candidate
+            best = candidate if loser == best else best
+            graphs.pop(loser).reset()
+            self.progress.best = best
+            self.ran[candidate] = {key(call.sizes)}
+            self._drop_losers()
+        for graph in graphs.values():
+            graph.reset()
+        left = {*self.waiting, *replays} - {best, *self.progress.refused}
+        self.waiting = sorted([c for c in self.estimates if c in left], key=lambda c: replays.get(c, inf))
+
+    def _recorded(self, candidate: Candidate, call: TrialCall, outs: Sequence[Any]) -> torch.cuda.CUDAGraph:
+        """Return a CUDA graph of a candidate that writes to `outs`."""
+        executor = self.execute(candidate)
+        assert isinstance(executor, RankExecutor)
+        executor(*call.inputs, out=outs)
+        return executor.record(call.inputs, outs)
+
+    def _lost(self, challenger: Candidate) -> bool:
+        """Return True for a candidate whose replays take longer than calls of the champion. Keep the longer time."""
+        us, best = self.progress.replays.get(challenger, nan), self.progress.times.get(self.progress.best, nan)
+        if us > best:
+            self.progress.times[challenger] = us
+        return us > best
+
+    def _medians(self) -> dict[Candidate, float]:
+        """Return the median time of each candidate in the laps so far, in microseconds. Begin new laps.
+
+        A lap's time is that of its slowest rank. The time of a candidate without times is NaN.
+        """
         first = self.laps[0][1]
         mine = [_finite(lap.us() * self._scale(c, first, sizes)) for c, sizes, lap in self.laps]
         slowest: dict[Candidate, list[float]] = {candidate: [] for candidate, *_ in self.laps}
         for (candidate, *_), by_rank in zip(self.laps, zip(*self._exchange(mine), strict=True), strict=True):
             slowest[candidate] += [max(known)] if (known := [us for us in by_rank if us is not None]) else []
-        champion = self.progress.best
-        medians = {candidate: statistics.median(times or [nan]) for candidate, times in slowest.items()}
         self.laps.clear()
+        return {candidate: statistics.median(times or [nan]) for candidate, times in slowest.items()}
+
+    def _end_duel(self, challenger: Candidate, medians: Mapping[Candidate, float]) -> None:
+        """End a duel by the times of its two candidates. The winner is the new champion."""
+        champion = self.progress.best
         if not all(us > 0 for us in medians.values()):  # NaN is not greater than 0 either
             self.progress.refused[challenger] = "its calls could not be timed"
             return
@@ -369,29 +425,36 @@ class Trial:
             return ""
         return f"not tried: HOSTIR_TUNE allows trials {self.budget:g} s"
 
-    def _prepared(self, candidate: Candidate, inputs: Sequence[Any], out: Any) -> str:
-        """Make the plan of a candidate on all ranks. Return the reason if a rank cannot, else an empty text."""
+    def _attempted(self, work: Callable[[], object]) -> str:
+        """Do work that all ranks do together. Return the reason if a rank cannot do it, else an empty text."""
         problem = ""
-        self.ran[candidate] = set()
-        best = self.execute(self.progress.best)
-        held = bool(best.plans)
         try:
-            executor = self.execute(candidate)
-            if isinstance(executor, RankExecutor):
-                executor.prepare(inputs, out)
-            if held and not best.plans:  # each call would release the memory of the other candidate
-                problem = f"HOSTIR_SYMMETRIC_LIMIT has no room for it beside '{self.progress.best}'"
+            work()
         except MisalignedError:
             raise
         except Exception as refusal:  # any failure, for example of a compiler: the other ranks wait for the reason
             if self.session is not None and self.session.groups.abandoned:  # another rank was interrupted
                 raise
             problem = headline(refusal)
-        problem = next(filter(None, self._exchange(problem)), "")
-        if problem:
+        return next(filter(None, self._exchange(problem)), "")
+
+    def _prepared(self, candidate: Candidate, call: TrialCall) -> str:
+        """Make the plan of a candidate on all ranks. Return the reason if a rank cannot, else an empty text."""
+        self.ran[candidate] = set()
+        best = self.execute(self.progress.best)
+        held = bool(best.plans)
+
+        def prepare() -> None:
+            executor = self.execute(candidate)
+            if isinstance(executor, RankExecutor):
+                executor.prepare(call.inputs, call.out)
+            if held and not best.plans:  # each call would release the memory of the other candidate
+                raise error(f"HOSTIR_SYMMETRIC_LIMIT has no room for it beside '{self.progress.best}'")
+
+        if problem := self._attempted(prepare):
             self._drop_losers()
             if isinstance(best, RankExecutor):
-                best.prepare(inputs, out)
+                best.prepare(call.inputs, call.out)
         return problem
 
     def _drop_losers(self) -> None:

@@ -129,7 +129,10 @@ def settled(executor: Executor, layer: Layer, *, out: bool) -> str:
     held = executor.session.symmetric_bytes
     mine = executor.current.symmetric_bytes or 0
     assert held <= 1.01 * mine + 65536, (held, mine)
-    return f"{calls} calls, {time.perf_counter() - begun:.1f} s, {choice}; {held} bytes held"
+    times = "; ".join(f"{t.candidate} {t.us} us, replayed {t.graph} us" for t in choice.timings)  # type: ignore[union-attr]
+    if ON_GPU:
+        assert all(timing.graph for timing in choice.timings), times  # type: ignore[union-attr]
+    return f"{calls} calls, {time.perf_counter() - begun:.1f} s, {times}; {held} bytes held"
 
 
 def tried(make: Callable[[int], hi.Fusion], m: int, *, out: bool) -> str:
