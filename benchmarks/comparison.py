@@ -32,7 +32,7 @@ from rich.console import Console
 from torch.profiler import ProfilerActivity, profile
 
 import hostir as hi
-from benchmarks.harness import L2_FLUSH, Clock, graphed, synchronize, write
+from benchmarks.harness import Clock, graphed, synchronize, write
 from benchmarks.scores import (
     BENCHMARKS,
     CAPTURED,
@@ -49,7 +49,6 @@ from benchmarks.scores import (
 )
 from hostir.choice.candidates import candidates_of
 from hostir.choice.platforms import CUDA, GLOO, Platform, platform_here
-from hostir.choice.trials import MOST_CALLS
 from hostir.ir.comm_ops import Communication
 from hostir.job.session import Session, session
 from hostir.lower import STRATEGIES
@@ -307,17 +306,13 @@ def compiled_with_empty_cache(fusion: hi.Fusion | hi.Program, **options: Any) ->
 def settled(
     fusion: hi.Fusion | hi.Program, mode: str, call: Callable[[hi.Executor], object], **options: Any
 ) -> tuple[hi.Executor, str]:
-    """Compile a fusion with an empty cache, and make calls until the trial has ended.
+    """Compile a fusion with an empty cache, and make a call, which tries the candidates.
 
     Return the executor of the chosen candidate, and the name of the candidate that the estimate alone picks.
     """
-    flush = torch.empty(L2_FLUSH, dtype=torch.uint8, device="cuda") if torch.cuda.is_available() else None
     with compiled_with_empty_cache(fusion, graphs=mode == GRAPH, **options) as executor:
         estimate = name_of(executor.choice)
-        for _ in range(MOST_CALLS + 1):
-            if flush is not None:  # as the other layers of a model do between two calls of a layer
-                flush.zero_()
-            call(executor)
+        call(executor)
     chosen: hi.Executor = executor.current  # type: ignore[attr-defined]
     chosen.choice = executor.choice
     return chosen, estimate

@@ -55,7 +55,6 @@ from torch.profiler import ProfilerActivity, profile
 import hostir.torch
 from benchmarks.harness import Clock, graphed, synchronize, table, write
 from examples.llama import Block, plan
-from hostir.choice.trials import MOST_CALLS
 from hostir.job.session import Session, session
 from hostir.torch import OverlapPass
 
@@ -425,12 +424,10 @@ def case_of(options: argparse.Namespace, mesh: DeviceMesh, model: str, tokens: i
 
 
 def warmed(case: Case, way: Way) -> Step:
-    """Run a way until everything is compiled and hostir tries no more candidates; return its step."""
+    """Run a way until everything is compiled; return its step."""
     hostir.torch.report(clear=True)
     step = Step(case, way.make(case), way.dtensors)
-    for number in range(MOST_CALLS):
-        if number >= STEPS and not hostir.torch.report().trials:
-            break
+    for _ in range(STEPS):
         step()
         synchronize(case.x.device)
     return step

@@ -52,7 +52,6 @@ from benchmarks.comparison import (
 from benchmarks.harness import synchronize
 from benchmarks.scores import BY_HAND, GRAPH, HOSTIR, TORCH, Row
 from hostir.choice.platforms import Platform
-from hostir.choice.trials import MOST_CALLS
 from hostir.job.session import Session
 from hostir.torch import all_gather_matmul, column_parallel_linear, matmul_reduce_scatter, row_parallel_linear
 
@@ -259,8 +258,7 @@ def ours(name: str, mode: str, call: Callable[[], Any]) -> Candidate:
     """Return the candidate of a hostir function, after its trial. In mode `graph` the benchmark captures it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", hi.FallbackWarning)  # impossible strategies warn at the first call
-        for _ in range(MOST_CALLS + 1):
-            call()
+        call()
         return Candidate(name, mode, True, replayed(call) if mode == GRAPH else call)
 
 

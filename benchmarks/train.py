@@ -7,7 +7,7 @@
 A step is forward, loss, backward and AdamW, of a stack whose layers have the widths of a rank of 8 (`--of`). The ways
 are those of benchmarks/llama_block.py that train a complete model. All ways have the same weights, the same tokens
 (drawn anew for each step from one seed), the same attention, loss and optimizer. A way runs until everything is
-compiled and hostir tries no more candidates. Then its weights are set back, and STEPS steps are timed. Losses must
+compiled. Then its weights are set back, and STEPS steps are timed. Losses must
 follow those of compiled DTensor within LOSS_MARGIN.
 """
 
@@ -32,7 +32,6 @@ from benchmarks.generate import HEAD, VOCABULARY, Stack
 from benchmarks.harness import Clock, synchronize, table, write
 from benchmarks.llama_block import DTENSOR, SIZES, WAYS, Case, forget
 from examples.llama import loss_of, plan, sequences
-from hostir.choice.trials import MOST_CALLS
 from hostir.job.session import Session, session
 
 WARM = 3  # steps before a way is timed, so that everything is compiled
@@ -84,11 +83,6 @@ class Run:
         self.loss = loss_of(self.model, tokens)
         self.optimizer.step()
 
-    @property
-    def is_ready(self) -> bool:
-        """True if hostir tries no more candidates."""
-        return not hostir.torch.report().trials
-
 
 def run_of(options: argparse.Namespace, mesh: DeviceMesh, model: str, tokens: int, way: str) -> Run:
     """Return a model that is parallelized and compiled as a way says."""
@@ -115,9 +109,7 @@ def measure(run: Run, clock: Clock) -> dict[str, Any]:
     run.begin()
     weights = {name: value.detach().clone() for name, value in run.model.state_dict().items()}
     begun = time.perf_counter()
-    for number in range(MOST_CALLS):
-        if number >= WARM and run.is_ready:
-            break
+    for _ in range(WARM):
         run.step()
         synchronize(clock.device)
     warm = time.perf_counter() - begun

@@ -255,9 +255,9 @@ TUNE: Knob[float] = Knob(
     2.0,
     "a number of seconds; 0 for no trials",
     _budget,
-    "Seconds that trials may add to the calls of a fusion, for each range of sizes. The strategy `auto` tries the best "
-    "candidates in the first calls, and keeps the fastest. 0: it takes the candidate that was measured before, or the "
-    "one with the shortest estimate.",
+    "Seconds that a trial may take before the first call in each range of sizes, without the time to compile. The "
+    "strategy `auto` tries the best candidates, and keeps the fastest. 0: it takes the candidate that was measured "
+    "before, or the one with the shortest estimate.",
 )
 
 KNOBS: tuple[Knob[Path | None] | Knob[int] | Knob[int | None] | Knob[float] | Knob[str] | Knob[bool], ...] = (

@@ -46,6 +46,7 @@ from hostir.knobs import PROFILE
 from hostir.machines.binding import MAX_PLANS, Part, places
 from hostir.machines.cuda.graphs import Graphs
 from hostir.machines.cuda.machine import CudaMachine, CudaPlan
+from hostir.machines.cuda.pools import outside_pools
 from hostir.machines.cuda.streams import CallOrder, communication_order, queues
 from hostir.machines.cuda.timeline import Timeline
 from hostir.machines.gloo.machine import GlooMachine, GlooPlan
@@ -134,7 +135,7 @@ class RankExecutor(Executor):
         compare = self.compare_calls or device.type == "cpu"
         self._agreement = Agreement(self.session, self.program, self.kernels, compare)
         if device.type == "cuda":
-            return CudaMachine(device, self.program, table, groups)
+            return outside_pools(device, lambda: CudaMachine(device, self.program, table, groups))
         return GlooMachine(self.program.streams, table, groups)
 
     def _make_graphs(self) -> Graphs:
@@ -290,15 +291,23 @@ class RankExecutor(Executor):
         """Capture the latest call anew in a CUDA graph that the executor does not keep, and return the graph.
 
         All ranks call this on CUDA after the same call, and they replay the graphs together. The graph must be
-        destroyed before `rest`.
+        destroyed before `rest`. Raises HostIRError or RuntimeError if the call cannot be captured.
 
         Args:
-            inputs: tensors like those of the call.
+            inputs: the inputs of the call.
             outs: the tensors for the outputs.
         """
         assert self.latest is not None
-        with torch.no_grad():
-            return Graphs(self._machine.device, self.program.name, {}).record(self.latest.plan, inputs, outs)  # type: ignore[arg-type]
+        plan = self.latest.plan
+        assert isinstance(plan, CudaPlan)
+        if not any(op.in_graph for op in plan.unrolled.ops):
+            raise error(f"nothing of @{self.program.name} runs with these sizes")
+        return Graphs(self._machine.device, self.program.name, {}).record(plan, inputs, outs)
+
+    def unbind(self) -> None:
+        """Forget the tensors of earlier calls, and drop the CUDA graphs of these calls. Keep the plans."""
+        self.latest = None
+        self.bound.clear()
 
     @property
     def tape(self) -> str:
@@ -621,7 +630,8 @@ class RankExecutor(Executor):
             if isinstance(machine, GlooMachine):
                 return machine.plan(unrolled, self.trace, sizes_class, self.symmetric_limit)
             timeline = Timeline(unrolled, self.trace) if self.trace is not None else None
-            return machine.plan(unrolled, timeline, sizes_class, self.symmetric_limit, inputs)
+            limit = self.symmetric_limit
+            return outside_pools(machine.device, lambda: machine.plan(unrolled, timeline, sizes_class, limit, inputs))
 
     def _log(self, plan: Plan, seconds: float) -> None:
         """Log a new plan and the number of seconds that it took to make.

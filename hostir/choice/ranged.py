@@ -5,9 +5,9 @@ Free sizes are symbols of a fusion that only the inputs of a call determine.
 
 from __future__ import annotations
 
-import weakref
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -26,19 +26,12 @@ from hostir.kernels.dtypes import torch_dtype
 from hostir.machines.binding import Part
 
 
-class TriedCall(NamedTuple):
-    """A call in a range of sizes whose candidates are still being tried."""
-
-    trial: Trial
-    sizes: Mapping[str, int]
-
-
 class RangedExecutor(Executor):
     """Runs a fusion for which `auto` chooses. Each call runs the program that is chosen for its sizes.
 
-    The executor of a candidate is made when a call first needs it. In the first calls of a range of sizes, a `Trial`
-    may run several candidates in turn. If this object lacks an attribute, the attribute is looked up in `current`, the
-    executor of the latest call.
+    The executor of a candidate is made when a call first needs it. Before the first call of a range of sizes, a `Trial`
+    may run several candidates. If this object lacks an attribute, the attribute is looked up in `current`, the executor
+    of the latest call.
 
     Args:
         ranges: the choices for all sizes.
@@ -48,14 +41,13 @@ class RangedExecutor(Executor):
     Fields:
         ranges: the choices for all sizes.
         executors: the executors made so far, by candidate.
-        trials: the trials that have begun and have not ended, by the sizes that stand for their range.
     """
 
     def __init__(self, ranges: Ranges, rank: int | None, execute: Callable[[Program, str], Executor]) -> None:
         self.ranges = ranges
         self.executors: dict[Candidate, Executor] = {}
-        self.trials: dict[str, Trial] = {}
         self._settled: set[str] = set()  # the ranges without a trial, or after it
+        self._trying: threading.Thread | None = None  # the thread that tries candidates now
         self._execute = execute
         self._simulated, self._rank = rank is None, rank or 0
         largest = self._executor(ranges.candidate(ranges.largest))
@@ -78,12 +70,11 @@ class RangedExecutor(Executor):
     @property
     def called(self) -> tuple[Choice, ...]:
         """The choices for the ranges of sizes that calls have had so far."""
-        names = self._settled | self.trials.keys()
-        return tuple(choice for name, choice in self.ranges.choices.items() if name in names)
+        return tuple(choice for name, choice in self.ranges.choices.items() if name in self._settled)
 
     @property
     def settled(self) -> Executor | None:
-        """The executor that all later calls with the sizes of the latest call run; None while candidates are tried."""
+        """The executor that all later calls with the sizes of the latest call run; None before the first call."""
         extents, executor = self._latest
         return executor if extents is not None else None
 
@@ -102,30 +93,16 @@ class RangedExecutor(Executor):
         extents, executor = self._latest  # in one read: other threads may call, too
         if extents is not None and (not extents or extents == self._extents(inputs)):
             return executor(*inputs, out=out)
-        suitable = self._for(inputs)
-        if not isinstance(suitable, TriedCall):
-            return suitable(*inputs, out=out)
-        executor, outputs = suitable.trial.call(suitable.sizes, inputs, out)
-        self._latest = None, executor
-        return outputs
+        return self._for(inputs, out)(*inputs, out=out)
 
     @untraced
     def start(self, *inputs: Any, out: Any = None) -> Started:
-        suitable = self._for(inputs)
-        if not isinstance(suitable, TriedCall):
-            return suitable.start(*inputs, out=out)
-        executor, started = suitable.trial.start(suitable.sizes, inputs, out)
-        self._latest = None, executor
-        return started
+        return self._for(inputs, out).start(*inputs, out=out)
 
     @untraced
     def places(self, *inputs: Any) -> tuple[Part, ...]:
-        suitable = self._for(inputs)
-        if isinstance(suitable, TriedCall):
-            suitable.trial.end()  # the caller is going to use memory of one candidate
-            suitable = self._for(inputs)
-            assert not isinstance(suitable, TriedCall)
-        return suitable.places(*inputs)
+        # The caller is going to use memory of one candidate. Without a result of this call, there is nothing to time.
+        return self._for(inputs, None, tries=False).places(*inputs)
 
     @property
     def tape(self) -> str:
@@ -144,16 +121,12 @@ class RangedExecutor(Executor):
         current = self.current
         self._execute = lambda program, kernels: current
         self.ranges.budget = 0.0  # no more trials
-        self.trials.clear()
 
     def _drop_stale(self) -> None:
         """Do nothing, because the executors of the candidates drop their plans themselves."""
 
     def _renew(self) -> None:
-        """Restart the trials that have not ended. The executors of the candidates drop their plans themselves."""
-        for trial in self.trials.values():
-            if not trial.progress.done:
-                trial.restart()
+        """Do nothing, because the executors of the candidates drop their plans themselves."""
 
     def _extents(self, inputs: Sequence[Any]) -> list[int] | None:
         """Return the extents of a call at `_axes`. Return None for lists of parts, and for inputs of a wrong type."""
@@ -162,63 +135,54 @@ class RangedExecutor(Executor):
         except (AttributeError, IndexError, TypeError):
             return None
 
-    def _for(self, inputs: Sequence[Any]) -> Executor | TriedCall:
-        """Return the executor for a call with these inputs, or the trial to which the call belongs."""
+    def _for(self, inputs: Sequence[Any], out: Any, tries: bool = True) -> Executor:
+        """Return the executor for a call with these inputs. If it is the first in its range, try candidates before.
+
+        If `tries` is False, no candidates are tried, and later calls in the range try none either.
+        """
         latest, executor = self._latest
         extents = self._extents(inputs)
         if extents is not None and extents == latest:
             return executor
-        suitable = self._suitable(inputs, executor)
-        if suitable is None:  # keep `_latest`: a later, correct call may have the same extents
+        sizes = self._sizes(inputs, executor)
+        if sizes is None:  # keep `_latest`: a later, correct call may have the same extents
             return executor
-        if not isinstance(suitable, TriedCall):
-            self._latest = extents, suitable
+        name = key(self.ranges.representative(sizes))
+        if name not in self._settled:
+            if tries and (rivals := self.ranges.rivals(sizes)):
+                self._try(name, sizes, rivals, inputs, out)
+            self._settled.add(name)
+        suitable = self._executor(self.ranges.candidate(sizes if self.ranges.free else self.ranges.fixed))
+        self._latest = extents, suitable
         return suitable
 
-    def _suitable(self, inputs: Sequence[Any], latest: Executor) -> Executor | TriedCall | None:
-        """Return the executor or the trial for the sizes of a call.
+    def _sizes(self, inputs: Sequence[Any], latest: Executor) -> Mapping[str, int] | None:
+        """Return the sizes of a call. `latest` is the executor of the latest call.
 
         Return None for inputs without valid sizes, which all executors refuse. Only shapes decide. So if one rank
         refuses its inputs for another reason, it does so in the same executor that the other ranks call.
         """
         program, fixed = self.ranges.first_program, latest.sizes
-        sizes: Mapping[str, int] | None
         try:
             if self._simulated:
-                sizes = sizes_of(program, inputs, fixed)
-            else:
-                shaped = [_with_shape_of(x, v) for v, x in zip(program.inputs, inputs, strict=True)]
-                sizes = bind_sizes(program, shaped, fixed, rank=self._rank)
+                return sizes_of(program, inputs, fixed)
+            shaped = [_with_shape_of(x, v) for v, x in zip(program.inputs, inputs, strict=True)]
+            return bind_sizes(program, shaped, fixed, rank=self._rank)
         except (HostIRError, RuntimeError, ValueError):  # for example nested tensors, or too many tensors
             return None
-        if sizes is None:
-            return None
-        if (trial := self._trial(sizes)) is not None:
-            return TriedCall(trial, sizes)
-        return self._executor(self.ranges.candidate(sizes if self.ranges.free else self.ranges.fixed))
 
-    def _trial(self, sizes: Mapping[str, int]) -> Trial | None:
-        """Return the trial for the range of these sizes; None if there is none, or if it has ended."""
-        name = key(self.ranges.representative(sizes))
-        if name in self._settled:
-            return None
-        if name in self.trials:
-            trial = self.trials[name]
-            if not trial.is_over:
-                return trial
-        elif rivals := self.ranges.rivals(sizes):
-            trial = self.trials[name] = self._begin(name, sizes, rivals)
-            return trial
-        self._settled.add(name)
-        if (ended := self.trials.pop(name, None)) is not None:
-            ended.rest()
-        return None
-
-    def _begin(self, name: str, sizes: Mapping[str, int], rivals: Sequence[Timing]) -> Trial:
-        """Return a new trial for a range of sizes."""
-        execute = weakref.WeakMethod(self._executor)  # so that the last reference destroys this executor at once
-        title = f"@{self.ranges.fusion}{f' at {name}' if name else ''} ({self.ranges.number})"
-        return Trial(title, rivals, self.ranges, dict(sizes), lambda candidate: execute()(candidate))  # type: ignore[misc]
+    def _try(
+        self, name: str, sizes: Mapping[str, int], rivals: Sequence[Timing], inputs: Sequence[Any], out: Any
+    ) -> None:
+        """Try the candidates for a range of sizes."""
+        if (other := self._trying) is not None:
+            self.current.calls.refuse_overlap(self.ranges.fusion, other)
+        self._trying = threading.current_thread()
+        try:
+            title = f"@{self.ranges.fusion}{f' at {name}' if name else ''} ({self.ranges.number})"
+            Trial(title, rivals, self.ranges, sizes, self._executor).run(inputs, out)  # type: ignore[arg-type]
+        finally:
+            self._trying = None
 
     def _executor(self, candidate: Candidate) -> Executor:
         if candidate not in self.executors:

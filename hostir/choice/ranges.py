@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from math import lcm, nan
+from math import lcm
 from typing import Any
 
 from hostir.choice import cache
@@ -72,7 +72,7 @@ class Ranges:
         self.measured = measured
         self.multiples = {name: _multiple(name, decider) for name in self.free}
         self.choices: dict[str, Choice] = {}  # by `key` of the sizes
-        self._estimates: dict[str, dict[Candidate, float]] = {}  # by `key` of the sizes of calls that were timed
+        self.failed: set[Candidate] = set()  # candidates of which a call ended midway in a trial
 
     @property
     def fusion(self) -> str:
@@ -98,13 +98,6 @@ class Ranges:
 
     def _entries(self, name: str) -> Entries | None:
         return None if self.measured is None else self.measured.get(name, {})
-
-    def replays(self, sizes: Mapping[str, int]) -> dict[Candidate, float]:
-        """Return the times of replays that were measured before for the sizes of a call, in microseconds."""
-        representative = self.representative(sizes)
-        choice = self.decider.choice(representative, self._entries(key(representative)), "graph")
-        measured = choice.timings if choice.source == MEASURED else ()
-        return {timing.candidate: timing.graph for timing in measured if timing.graph is not None}
 
     def candidate(self, sizes: Mapping[str, int]) -> Candidate:
         """Return the fastest candidate with a program that can run with these sizes.
@@ -135,7 +128,7 @@ class Ranges:
         choice = self.choice(sizes)
         best = choice.taken if choice.source == MEASURED else None
         timings = self.decider.estimates(self.representative(sizes))[0]
-        fitting = [timing for timing in timings if self.fits(timing.candidate, sizes)]
+        fitting = [t for t in timings if t.candidate not in self.failed and self.fits(t.candidate, sizes)]
         fitting.sort(key=lambda timing: (timing.candidate != best, timing.us))
         sequential = [timing for timing in fitting if timing.candidate.strategy == SEQUENTIAL]
         rivals = fitting[:MOST_RIVALS]
@@ -182,13 +175,6 @@ class Ranges:
             log_choice(self.choices[key(self.representative(sizes))])
             if first:
                 self._keep(sizes, progress)
-
-    def estimate(self, candidate: Candidate, sizes: Mapping[str, int]) -> float:
-        """Return the estimated time of a candidate for the exact sizes of a call, in microseconds."""
-        name = key(sizes)
-        if name not in self._estimates:
-            self._estimates[name] = {timing.candidate: timing.us for timing in self.decider.estimates(sizes)[0]}
-        return self._estimates[name].get(candidate, nan)
 
     def _keep(self, sizes: Mapping[str, int], progress: TrialState) -> None:
         """Write the measurements of a trial to the cache. Warn once if that is not possible."""

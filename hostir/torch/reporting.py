@@ -6,17 +6,14 @@ The report says how often each operator was called, which strategies ran, and wh
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from hostir.call.executor import Executor
 from hostir.choice import Candidate, Choice
-from hostir.choice.choices import ESTIMATED
 from hostir.choice.overlaps import overlap_clauses
 from hostir.ir.source import amount, counted
-
-TRIED = "ran only in a trial"  # the reason of a candidate that was not chosen
 
 
 @dataclass(frozen=True)
@@ -48,11 +45,9 @@ class Report(tuple[Ran, ...]):
 
     Fields:
         symmetric_bytes: the bytes of symmetric memory that hostir's programs hold on this rank, by the group's name.
-        trials: the number of trials of candidates that have begun and have not ended.
     """
 
     symmetric_bytes: Mapping[str, int] = MappingProxyType({})
-    trials: int = 0
 
     def __str__(self) -> str:
         held = (
@@ -113,12 +108,9 @@ class Ledger:
             counts[operator, group, strategy] += count
             reasons.setdefault((operator, group, strategy), {}).update(dict.fromkeys(why))
         operators = list(dict.fromkeys((op, group) for op, group, _ in counts))
-        # The losers of trials come after the candidate that was chosen.
-        order = sorted(counts, key=lambda row: (operators.index(row[:2]), not _is_chosen(reasons[row])))
+        order = sorted(counts, key=lambda row: operators.index(row[:2]))
         result = Report(Ran(*name, counts[name], tuple(reasons[name])) for name in order)
         sessions = {group: executor.session for _, group, executor, *_ in self.by_hostir}
-        trials = [getattr(each, "trials", {}) for each in {executor for _, _, executor, *_ in self.by_hostir}]
-        result.trials = sum(trial.number > 0 for each in trials for trial in each.values())
         result.symmetric_bytes = {group: it.symmetric_bytes for group, it in sessions.items() if it is not None}
         return result
 
@@ -132,7 +124,7 @@ def report(*, clear: bool = False) -> Report:
     The report is a tuple with a row for each operator, group and strategy. A row has the fields `operator`, `group`,
     `strategy`, `calls` (the number of calls) and `why` (the reasons for the strategy). `print` shows the report as
     text. The report's field `symmetric_bytes` is the number of bytes of symmetric memory that each group holds, by the
-    group's name. Its field `trials` is the number of ranges of sizes whose candidates are still being tried.
+    group's name.
 
     Args:
         clear: True to start a new report after this one.
@@ -158,12 +150,8 @@ def explained(executor: Executor, ran: Executor, started: bool) -> tuple[str, tu
     choices: Sequence[Choice] = getattr(executor, "called", None) or [executor.choice]
     executors: Mapping[Candidate, Executor] = getattr(executor, "executors", {})
     candidate = next((c for c, each in executors.items() if each is ran), choices[0].taken)
-    reasons = [c for c in choices if c.taken == candidate]
-    if not reasons:
-        return str(candidate), (TRIED,)
+    reasons = [c for c in choices if c.taken == candidate] or [choices[0]]
     why = [clause for c in reasons for clause in (f"{c.source} on {c.machine}{_times(c)}", *overlapping, *c.notes)]
-    if started and reasons[0].source == ESTIMATED and getattr(executor, "trials", None):
-        why.append("not tried: calls that run beside other computations are not timed")
     why += [f"not {it.candidate}: {it.reason}" for c in reasons for it in c.impossible]
     return str(candidate), tuple(dict.fromkeys(why))
 
@@ -172,8 +160,3 @@ def _times(choice: Choice) -> str:
     """Return the times of the candidates of a choice, the fastest first, after a colon; empty if there are none."""
     times = ", ".join(f"'{timing.candidate}' {timing.us:.0f} us" for timing in choice.timings)
     return f": {times}" if times else ""
-
-
-def _is_chosen(why: Iterable[str]) -> bool:
-    """Return True if these are the reasons for a candidate that was chosen, and did not only run in a trial."""
-    return TRIED not in why

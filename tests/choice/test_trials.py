@@ -15,7 +15,7 @@ CASES = re.findall(r"^@case\ndef (\w+)", SCRIPT.read_text(), re.MULTILINE)
 ON_FOUR = [
     "the_fastest_of_the_tried_candidates_runs_after_the_trial",
     "the_slowest_rank_of_a_call_counts",
-    "an_interrupt_of_one_rank_in_a_meeting_is_an_error_on_all_ranks",
+    "an_interrupt_of_one_rank_in_a_trial_is_an_error_on_all_ranks",
 ]
 pytestmark = [pytest.mark.torchrun, pytest.mark.timeout(240)]
 

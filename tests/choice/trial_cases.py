@@ -113,7 +113,7 @@ def the_losers_hold_no_symmetric_memory() -> None:
         executor = hi.compile(rows(name="memory"), tune=2)
         assert executor.session is not None
         before = executor.session.symmetric_bytes
-        for _ in range(64):
+        for _ in range(3):
             call(executor)
         held = executor.session.symmetric_bytes - before
         alone = hi.compile(rows(name="alone"), "ring")
@@ -122,7 +122,7 @@ def the_losers_hold_no_symmetric_memory() -> None:
         assert after - before - held == held > 0, (before, held, after, alone.symmetric_bytes)
     with times({"sequential": 100.0}):
         none = hi.compile(rows(name="no_memory"), tune=2)
-        for _ in range(64):
+        for _ in range(3):
             call(none)
         assert executor.session.symmetric_bytes == after
 
@@ -132,7 +132,7 @@ def the_fastest_of_the_tried_candidates_runs_after_the_trial() -> None:
     for fastest in STRATEGIES:
         with times({fastest: 100.0}):
             executor = hi.compile(rows(name=f"fastest_{fastest}"), tune=2)
-            for _ in range(64):
+            for _ in range(3):
                 call(executor)
             assert taken(executor) == (fastest, "measured")
             assert set(CALLED) == set(STRATEGIES), CALLED
@@ -140,7 +140,6 @@ def the_fastest_of_the_tried_candidates_runs_after_the_trial() -> None:
             call(executor)
             assert [fastest] == CALLED
             assert isinstance(executor, RangedExecutor)
-            assert not executor.trials
             choice = executor.choice.choice({"M": 64})
             assert {timing.us for timing in choice.timings} == {100.0, 5000.0}
             assert choice.timings[0].us == 100.0
@@ -152,7 +151,7 @@ def the_slowest_rank_of_a_call_counts() -> None:
     mine = {"ring": 10.0, "fused": 90.0} if RANK == 0 else {"ring": 900.0, "fused": 100.0}
     with times({**mine, "sequential": 200.0, "push": 300.0}):
         executor = hi.compile(rows(name="slowest"), tune=2)
-        for _ in range(64):
+        for _ in range(3):
             call(executor)
         assert taken(executor) == ("fused", "measured")
         choice = executor.choice.choice({"M": 64})
@@ -163,7 +162,7 @@ def the_slowest_rank_of_a_call_counts() -> None:
 def a_rank_that_is_ten_times_slower_agrees_with_the_others() -> None:
     with times({}), mock.patch.object(laps, "LAP", laps.Lap):
         executor = hi.compile(rows(name="slow_rank"), tune=2)
-        for _ in range(64):
+        for _ in range(3):
             time.sleep(0.005 * (RANK == 1))
             call(executor)
         assert taken(executor)[1] == "measured"
@@ -173,7 +172,7 @@ def a_rank_that_is_ten_times_slower_agrees_with_the_others() -> None:
 def ranges_are_tried_apart_and_sizes_of_one_range_together() -> None:
     with times({"ring": 100.0}):
         executor = hi.compile(rows(name="mixed"), tune=2)
-        for number in range(120):
+        for number in range(9):
             call(executor, (64, 72, 1024)[number % 3])
         assert taken(executor, 64) == taken(executor, 1024) == ("ring", "measured")
         assert isinstance(executor, RangedExecutor)
@@ -184,36 +183,16 @@ def ranges_are_tried_apart_and_sizes_of_one_range_together() -> None:
 def executors_whose_calls_alternate_are_tried_at_once() -> None:
     with times({"fused": 100.0}):
         both = [hi.compile(rows(name="twice"), tune=2) for _ in range(2)]
-        for number in range(130):
+        for number in range(6):
             call(both[number % 2])
         assert [taken(executor) for executor in both] == [("fused", "measured")] * 2
-
-
-@case
-def a_rank_that_captures_decides_for_all_and_nothing_is_timed() -> None:
-    number, first = 0, trials.Trial._first
-
-    def capturing(device: str) -> bool:
-        return RANK == 1 and number % 4 == 2
-
-    def after_rank_1(self: trials.Trial, mine: str) -> str:
-        if RANK != 1 and number % 4 == 2 and self.session is not None:
-            self.session.store.wait([f"trial of {self.name}/{self.number}"])
-        return first(self, mine)
-
-    captures = mock.patch.object(trials, "is_capturing", capturing)
-    with times({"ring": 100.0}), captures, mock.patch.object(trials.Trial, "_first", after_rank_1):
-        executor = hi.compile(rows(name="captures"), tune=2)
-        for number in range(64):  # noqa: B007, read by the functions above
-            call(executor)
-        assert taken(executor) == ("ring", "measured")
 
 
 @case
 def a_fusion_without_free_sizes_is_tried_as_well() -> None:
     with times({"ring": 100.0}):
         executor = hi.compile(rows(name="fixed", m=64), tune=2)
-        for _ in range(64):
+        for _ in range(3):
             call(executor)
         assert taken(executor) == ("ring", "measured")
         assert str(executor.choice).startswith("@fixed runs 'ring, ")
@@ -224,7 +203,7 @@ def a_fusion_without_free_sizes_is_tried_as_well() -> None:
 def the_next_executor_uses_the_measurements() -> None:
     with times({"push": 100.0}):
         executor = hi.compile(rows(name="kept"), tune=2)
-        for _ in range(64):
+        for _ in range(3):
             call(executor)
         assert taken(executor) == ("push", "measured")
         CALLED.clear()
@@ -241,14 +220,18 @@ def the_next_executor_uses_the_measurements() -> None:
 
 @case
 def a_trial_says_how_far_it_is() -> None:
-    with times({"ring": 100.0}):
+    seen = []
+    honest = trials.Trial._duel
+
+    def watched(self: trials.Trial, *candidates: Candidate) -> Any:
+        seen.append(executor.choice.choice({"M": 64}).source)
+        return honest(self, *candidates)
+
+    with times({"ring": 100.0}), mock.patch.object(trials.Trial, "_duel", watched):
         executor = hi.compile(rows(name="underway"), tune=2)
-        seen = []
-        for _ in range(64):
-            call(executor)
-            seen.append(executor.choice.choice({"M": 64}).source)
-        steps = [f"being measured ({n} of 4)" for n in (2, 3, 4)]
-        assert list(dict.fromkeys(seen)) == [*steps, "measured"], seen
+        call(executor)
+    assert seen == ["estimated", "being measured (2 of 4)", "being measured (3 of 4)"], seen
+    assert taken(executor) == ("ring", "measured")
 
 
 @case
@@ -257,7 +240,7 @@ def rank_0_says_whether_there_are_trials() -> None:
         off = hi.compile(rows(name="off"), tune=0 if RANK == 0 else 2)
         on = hi.compile(rows(name="on"), tune=2 if RANK == 0 else 0)
         for executor in (off, on):
-            for _ in range(64):
+            for _ in range(3):
                 call(executor)
         assert taken(off)[1] == "estimated"
         assert taken(on) == ("ring", "measured")
@@ -268,14 +251,14 @@ def deterministic_algorithms_and_a_small_budget_allow_no_trials() -> None:
     with times({"ring": 100.0}):
         torch.use_deterministic_algorithms(RANK == 0)
         fixed = hi.compile(rows(name="deterministic"), tune=2)
-        for _ in range(20):
+        for _ in range(3):
             call(fixed)
         torch.use_deterministic_algorithms(False)
         assert len(set(CALLED)) == 1
         assert taken(fixed)[1] == "estimated"
         CALLED.clear()
         short = hi.compile(rows(name="short"), tune=1e-9)
-        for _ in range(64):
+        for _ in range(3):
             call(short)
         taken(short)
         refused = [it.reason for it in short.choice.choice({"M": 64}).impossible]
@@ -291,7 +274,7 @@ def a_candidate_that_one_rank_cannot_plan_is_left_out() -> None:
 
     with times({"ring": 100.0, "fused": 200.0}), mock.patch.object(SymmetricMemory, "reserve", dishonest):
         executor = hi.compile(rows(name="unplanned"), tune=2)
-        for _ in range(64):
+        for _ in range(3):
             call(executor)
         assert taken(executor) == ("fused", "measured")
         choice = executor.choice.choice({"M": 64})
@@ -303,41 +286,34 @@ def fail() -> None:
 
 
 @case
-def after_a_call_that_ended_midway_the_trial_begins_anew() -> None:
-    with times({"ring": 100.0}):
+def a_candidate_whose_call_ends_midway_is_not_tried_again() -> None:
+    honest = trials.Trial._begun
+
+    def broken(self: trials.Trial, candidate: Candidate, *arguments: Any) -> str:
+        if RANK == 1 and candidate.strategy == "fused":
+            for plan in self.execute(candidate).plans.values():
+                next(iter(plan.lanes.values())).steps[-1] = fail  # type: ignore[union-attr]
+        return honest(self, candidate, *arguments)
+
+    with times({"fused": 10.0, "ring": 100.0}), mock.patch.object(trials.Trial, "_begun", broken):
         executor = hi.compile(rows(name="midway"), tune=2)
-        for _ in range(10):
+        with pytest.raises(HostIRError, match="on strike"):
             call(executor)
-        dist.barrier()
-        for each in executor.executors.values() if RANK == 1 else ():  # type: ignore[attr-defined]
-            for plan in each.plans.values():
-                next(iter(plan.lanes.values())).steps[-1] = fail
-        message = ""
-        while not message:  # the other rank's call may end before it learns of the failure
-            try:
-                call(executor)
-            except HostIRError as problem:
-                message = str(problem)
-        assert "on strike" in message
         CALLED.clear()  # its length is the seed of the inputs, and ranks have made other numbers of calls
-        for _ in range(66):
-            call(executor)
-        choice = executor.choice.choice({"M": 64})
-        assert choice.source == "measured"
+        call(executor)
+        assert "fused" not in CALLED
+        assert taken(executor) == ("ring", "measured")
 
 
 @case
-def places_end_a_trial() -> None:
+def places_before_the_first_call_leave_no_trial() -> None:
     with times({"ring": 100.0}):
         executor = hi.compile(rows(name="places"), tune=2)
-        for _ in range(8):
-            call(executor)
         executor.places(torch.zeros(64 // SIZE, 32), torch.zeros(32, 16))
-        CALLED.clear()
-        for _ in range(20):
+        for _ in range(3):
             call(executor)
         assert len(set(CALLED)) == 1
-        taken(executor)
+        assert taken(executor)[1] == "estimated"
 
 
 @case
@@ -348,16 +324,16 @@ def after_an_interrupt_between_two_duels_the_trial_begins_anew() -> None:
             mock.patch.object(trials.Trial, "_prepared", side_effect=KeyboardInterrupt),
             pytest.raises(KeyboardInterrupt),
         ):
-            [call(executor) for _ in range(20)]
+            [call(executor) for _ in range(3)]
         CALLED.clear()
-        for _ in range(64):
+        for _ in range(3):
             call(executor)
         assert taken(executor) == ("ring", "measured")
 
 
 @case
-def an_interrupt_of_one_rank_in_a_meeting_is_an_error_on_all_ranks() -> None:
-    for method in ("_end_duel", "_prepared", "_post_result"):
+def an_interrupt_of_one_rank_in_a_trial_is_an_error_on_all_ranks() -> None:
+    for method in ("_duel", "_prepared", "_drop_losers"):
         with times({"ring": 100.0}):
             executor = hi.compile(rows(name=f"interrupted{method}"), tune=2)
             broken = mock.patch.object(trials.Trial, method, side_effect=KeyboardInterrupt)
@@ -370,10 +346,9 @@ def an_interrupt_of_one_rank_in_a_meeting_is_an_error_on_all_ranks() -> None:
                         message = f"{type(problem).__name__} {problem}"
             assert message.startswith("KeyboardInterrupt") if RANK == 1 else "interrupted in" in message, message
             CALLED.clear()
-            for _ in range(64):
+            for _ in range(3):
                 call(executor)
-            if method != "_post_result":
-                assert taken(executor) == ("ring", "measured")
+            assert taken(executor) == ("ring", "measured")
 
 
 @case
@@ -409,7 +384,7 @@ def a_failure_that_one_rank_has_while_it_plans_is_a_reason() -> None:
 
     with times({"ring": 100.0}), mock.patch.object(RankExecutor, "prepare", without_memory):
         executor = hi.compile(rows(name="out_of_memory"), tune=2)
-        for _ in range(64):
+        for _ in range(3):
             call(executor)
         taken(executor)
         reasons = [it.reason for it in executor.choice.choice({"M": 64}).impossible]
@@ -443,8 +418,8 @@ def sizes_that_do_not_fit_a_candidate_run_another() -> None:
             executor = hi.compile(summed("misfits"), tune=2, sizes=sizes)
             for number in range(90):
                 call_summed(executor, (64, 64, 65)[number % 3])
-                if sizes is not None and not executor.trials:  # type: ignore[attr-defined]
-                    break  # then all sizes run the program that is chosen for 64
+                if sizes is not None:
+                    break  # all sizes run the program that is chosen for 64
             assert taken(executor) == ("fused", "measured")
 
 
@@ -464,7 +439,7 @@ def a_sequential_candidate_that_was_not_tried_runs_the_sizes_that_fit_no_other()
         mock.patch.object(Ranges, "rivals", without_push),
     ):
         executor = hi.compile(summed("left_out"), tune=2)
-        for _ in range(64):
+        for _ in range(3):
             call_summed(executor, 64)
         assert taken(executor) == ("fused", "measured")
         reasons = [
@@ -483,72 +458,14 @@ def a_sequential_candidate_that_was_not_tried_runs_the_sizes_that_fit_no_other()
 def times_of_zero_and_calls_without_rows_are_no_error() -> None:
     with times(dict.fromkeys(STRATEGIES, 0.0)):
         executor = hi.compile(rows(name="no_time"), tune=2)
-        for _ in range(64):
+        for _ in range(4):
             call(executor)
         assert taken(executor)[1] == "estimated"
     with times({"ring": 100.0}):
         executor = hi.compile(rows(name="no_rows"), tune=2)
-        for number in range(70):
+        for number in range(4):
             call(executor, m=SIZE * (number % 2))
         assert taken(executor, 0) == ("ring", "measured")
-
-
-@case
-def the_first_call_with_new_sizes_runs_the_best_candidate_so_far() -> None:
-    with times({"ring": 100.0}):
-        executor = hi.compile(rows(name="new_sizes"), tune=2)
-        for m in range(192, 192 + 24, 2):
-            best = executor.choice.choice({"M": 256}).strategy
-            call(executor, m)
-            assert CALLED[-1] == best
-            call(executor, m)
-        for number in range(64):
-            call(executor, 192 + 2 * (number % 12))
-        assert taken(executor, 256) == ("ring", "measured")
-
-
-@case
-def a_capture_after_one_call_finds_the_plan_of_its_sizes() -> None:
-    capturing = False
-
-    def is_capturing(device: str) -> bool:
-        return capturing
-
-    honest = RankExecutor._make
-
-    def outside_captures(self: RankExecutor, *arguments: Any) -> Any:
-        assert not capturing, self.program.name
-        return honest(self, *arguments)
-
-    with (
-        times({"ring": 100.0}),
-        mock.patch.object(trials, "is_capturing", is_capturing),
-        mock.patch.object(RankExecutor, "_make", outside_captures),
-    ):
-        executor = hi.compile(rows(name="captured_sizes"), tune=2)
-        strategies = []
-        for number in range(60):
-            for _ in range(1 + number // 20):
-                call(executor, 192 + 2 * number)
-            capturing = True
-            call(executor, 192 + 2 * number)
-            capturing = False
-            strategies.append(CALLED[-1])
-        assert strategies[0] != "ring"
-        assert strategies[-1] == "ring"
-        taken(executor, 256)
-
-
-@case
-def a_trial_in_which_all_calls_have_new_sizes_ends() -> None:
-    with times({"ring": 100.0}):
-        executor = hi.compile(rows(name="endless"), tune=2)
-        for number in range(129):
-            call(executor, 1600 + 2 * number)
-        assert not executor.trials  # type: ignore[attr-defined]
-        assert taken(executor, 1600)[1] == "estimated"
-        reasons = [it.reason for it in executor.choice.choice({"M": 2048}).impossible]
-        assert "not tried: a trial ends after 128 calls" in reasons
 
 
 @case
@@ -556,7 +473,7 @@ def candidates_for_which_the_limit_has_no_room_beside_the_best_are_left_out() ->
     with times({"ring": 100.0}), hi.knobs.scope(symmetric_limit=10_000):
         executor = hi.compile(rows(name="no_room"), tune=2)
         assert executor.session is not None
-        for _ in range(64):
+        for _ in range(3):
             call(executor)
         best, source = taken(executor)
         reasons = [it.reason for it in executor.choice.choice({"M": 64}).impossible if it.candidate.strategy != best]
@@ -570,29 +487,26 @@ def candidates_for_which_the_limit_has_no_room_beside_the_best_are_left_out() ->
 
 
 @case
-def no_loser_holds_plans_if_a_trial_ends_early() -> None:
+def no_loser_holds_plans() -> None:
     with times({"ring": 100.0}):
         executor = hi.compile(rows(name="early"), tune=2)
-        for _ in range(16):
-            call(executor)
-        assert executor.trials  # type: ignore[attr-defined]
-        executor.places(torch.zeros(64 // SIZE, 32), torch.zeros(32, 16))
+        call(executor)
         best = executor.choice.choice({"M": 64}).taken
-        assert {c for c, each in executor.executors.items() if each.plans} <= {best}  # type: ignore[attr-defined]
+        assert {c for c, each in executor.executors.items() if each.plans} == {best}  # type: ignore[attr-defined]
 
 
 @case
-def a_call_in_a_signal_handler_is_refused_in_a_meeting() -> None:
-    honest = trials.Trial._end_duel
+def a_call_in_a_signal_handler_is_refused_in_a_trial() -> None:
+    honest = trials.Trial._duel
 
-    def interrupted(self: trials.Trial, *arguments: Any) -> None:
+    def interrupted(self: trials.Trial, *candidates: Candidate) -> Any:
         with pytest.raises(HostIRError, match="is called while this thread runs another call"):
             call(executor)
-        honest(self, *arguments)
+        return honest(self, *candidates)
 
-    with times({"ring": 100.0}), mock.patch.object(trials.Trial, "_end_duel", interrupted):
+    with times({"ring": 100.0}), mock.patch.object(trials.Trial, "_duel", interrupted):
         executor = hi.compile(rows(name="handler"), tune=2)
-        for _ in range(64):
+        for _ in range(3):
             call(executor)
         assert taken(executor) == ("ring", "measured")
 
@@ -608,7 +522,7 @@ def after_the_end_of_its_group_a_trial_refuses_calls() -> None:
         later = hi.compile(rows(name="ended"), tune=2, group=dist.new_group(list(range(SIZE))))
         with pytest.raises(HostIRError, match="@ended is called after the end of its session"):
             call(executor)
-        for _ in range(64):
+        for _ in range(3):
             call(later)
         assert taken(later) == ("ring", "measured")
 
@@ -617,8 +531,8 @@ def after_the_end_of_its_group_a_trial_refuses_calls() -> None:
 def an_input_of_a_wrong_shape_on_one_rank_is_named_on_the_others() -> None:
     with times({"ring": 100.0}):
         executor = hi.compile(rows(name="shape"), tune=2)
-        for number in range(40):
-            if number in (5, 9, 20):
+        for number in range(25):
+            if number in (0, 5, 20):
                 dist.barrier()
                 time.sleep(0.3 * (RANK != 1))  # otherwise the others may already run the call
                 wrong = (1,) * (RANK == 1)
@@ -633,8 +547,8 @@ def an_input_of_a_wrong_shape_on_one_rank_is_named_on_the_others() -> None:
 def a_wrong_input_fails_as_without_a_trial() -> None:
     with times({"ring": 100.0}):
         executor = hi.compile(rows(name="wrong"), tune=2)
-        for number in range(70):
-            if number in (0, 5, 17):
+        for number in range(3):
+            if number in (0, 2):
                 with pytest.raises(HostIRError, match=r"dtype torch\.float64"):
                     executor(torch.zeros(64 // SIZE, 32, dtype=torch.float64), torch.zeros(32, 16))
             call(executor)
@@ -651,7 +565,7 @@ def a_recomputation_runs_the_program_of_its_forward_pass() -> None:
             y = hostir.torch.all_gather_matmul(x, weight, group)
             return torch.relu(y)
 
-        for step in range(40):
+        for step in range(25):
             x = torch.randn(16, 8, requires_grad=True)
             CALLED.clear()
             first, second = (checkpoint(layer, part, use_reentrant=False) for part in x.chunk(2))
@@ -662,7 +576,7 @@ def a_recomputation_runs_the_program_of_its_forward_pass() -> None:
             CALLED.clear()
             second.sum().backward()
             repeated += CALLED[:1]
-            assert repeated == forward, (step, repeated, forward)
+            assert repeated == forward[-2:], (step, repeated, forward)
         (row,) = [
             row
             for row in hostir.torch.report()
@@ -672,30 +586,6 @@ def a_recomputation_runs_the_program_of_its_forward_pass() -> None:
         for name, executor in group_named(group).compiled.items():
             if name[0].__name__.startswith("all_gather_matmul"):
                 assert sorted(len(each.plans) > 0 for each in executor.executors.values()) == [False] * 3 + [True]
-
-
-@case
-def recomputations_do_not_shorten_a_trial() -> None:
-    group = dist.group.WORLD.group_name  # type: ignore[union-attr]
-    with (
-        times({"ring": 100.0}),
-        hostir.torch.install(tune=2),
-        mock.patch.dict(trials.WARM, cpu=16),
-    ):
-        weight = torch.randn(8, 20, requires_grad=True)
-
-        def layer(x: torch.Tensor) -> torch.Tensor:
-            return torch.relu(hostir.torch.all_gather_matmul(x, weight, group))
-
-        tried = []
-        for _ in range(70):
-            CALLED.clear()
-            y = checkpoint(layer, torch.randn(16, 8, requires_grad=True), use_reentrant=False)
-            y.sum().backward()
-            assert CALLED[0] == CALLED[1]
-            tried.append(CALLED[0])
-        assert set(tried) == {*STRATEGIES}, tried
-        assert tried[-1] == "ring"
 
 
 @case
@@ -711,7 +601,7 @@ def compiled_and_eager_layers_are_tried_and_give_the_same_gradients() -> None:
         torch.manual_seed(7)
         everyone, w = torch.randn(SIZE * 8, 16), torch.randn(16, 12)
         x = everyone.chunk(SIZE)[RANK].clone().requires_grad_()
-        for step in range(40):
+        for step in range(25):
             x.grad = None
             (compiled if step % 2 else layer)(x, w).square().sum().backward()
             expected = SIZE * (2 * everyone @ w @ w.t()).chunk(SIZE)[RANK]
@@ -720,12 +610,15 @@ def compiled_and_eager_layers_are_tried_and_give_the_same_gradients() -> None:
 
 def die() -> None:
     """Let rank 1 die in the middle of a trial."""
-    with times({"ring": 100.0}):
-        executor = hi.compile(rows(name="dies"), tune=2)
-        for number in range(64):
-            if RANK == 1 and number == 9:
-                os.kill(os.getpid(), signal.SIGKILL)
-            call(executor)
+    honest = trials.Trial._duel
+
+    def killed(self: trials.Trial, *candidates: Candidate) -> Any:
+        if RANK == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return honest(self, *candidates)
+
+    with times({"ring": 100.0}), mock.patch.object(trials.Trial, "_duel", killed):
+        call(hi.compile(rows(name="dies"), tune=2))
 
 
 def main() -> None:

@@ -50,7 +50,9 @@ MAX_GRAPHS = 16  # the number of graphs that an executor keeps
 class Capturable(Protocol):
     """The part of a plan that `Graphs` uses."""
 
-    copied_with_peers: Sequence[int]
+    @property
+    def copied_with_peers(self) -> Sequence[int]:
+        """The positions of the tensors that copy engines copy to or from a peer."""
 
     @property
     def eager_only(self) -> str:

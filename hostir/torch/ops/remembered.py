@@ -89,7 +89,7 @@ class Remembered:
         results: Sequence[Any] | FirstView,
     ) -> None:
         self.executor, self.results = executor, results
-        self.settled: Executor | None = None  # the executor of the chosen candidate, after its trial
+        self.settled: Executor = getattr(executor, "settled", None) or executor  # that of the chosen candidate
         self.operands = [(view.of, view.layout) for view in operands]
         # The guards of torch.compile compare types, layouts, dtypes, devices and modes in C++.
         self.fits = TensorGuards(*tensors, dynamic_dims_sizes=[], dynamic_dims_strides=[]).check
@@ -127,17 +127,14 @@ class Remembered:
         operands = [
             tensors[i] if layout is None else tensors[i].as_strided(layout[0], layout[1]) for i, layout in self.operands
         ]
-        executor = self.settled or self.executor
+        executor = self.settled
         calls = executor.calls
         before, calls.operator = calls.operator, operator
         try:
             outputs = executor(*operands)
         finally:
             calls.operator = before
-        if self.settled is None:
-            self.settled = getattr(self.executor, "settled", self.executor)
-        ran = self.settled or getattr(self.executor, "current", self.executor)
-        LEDGER.by_hostir[operator, group, self.executor, ran, False] += 1
+        LEDGER.by_hostir[operator, group, self.executor, executor, False] += 1
         return _filled(self.results, outputs)
 
 
