@@ -52,7 +52,7 @@ from hostir.choice.platforms import CUDA, GLOO, Platform, platform_here
 from hostir.ir.comm_ops import Communication
 from hostir.job.session import Session, session
 from hostir.lower import STRATEGIES
-from hostir.lower.strategies import fusion_of
+from hostir.lower.strategies import fusion_of, strategies
 
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 ALARM = 120  # seconds that a step may take before the process ends with a traceback of each thread
@@ -617,7 +617,7 @@ def options_parser(description: str | None, benchmark: str, *, without: Sequence
     )
     parser.add_argument("--rows", type=rows, default="", help="the rows, such as 8B:2048,70B (default: all)")
     parser.add_argument(
-        "--only", type=_strategies, default=(*STRATEGIES,), help="the strategies of hostir, such as fused,ring"
+        "--only", type=_strategies, default=(*strategies(),), help="the strategies of hostir, such as fused,ring"
     )
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--repeats", type=int, default=30, help="timed runs of each candidate (default: %(default)s)")
@@ -639,8 +639,10 @@ def options_parser(description: str | None, benchmark: str, *, without: Sequence
 
 
 def _strategies(text: str) -> tuple[str, ...]:
-    if unknown := set(text.split(",")) - STRATEGIES.keys():
-        raise argparse.ArgumentTypeError(f"no strategy {', '.join(unknown)}: expected some of {', '.join(STRATEGIES)}")
+    if unknown := set(text.split(",")) - {*strategies()}:
+        raise argparse.ArgumentTypeError(
+            f"no strategy {', '.join(unknown)}: expected some of {', '.join(strategies())}"
+        )
     return tuple(text.split(","))
 
 

@@ -18,7 +18,6 @@ from hostir.lower.strategies import BY, lower_unproved, proved
 
 SEQUENTIAL = "sequential"
 NOTHING_TO_OVERLAP = "no communication to overlap"
-ONLY_MEASURED = "it is taken only where it was measured: 'hostir tune' does it"
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,7 @@ def candidates_of(
         platform: the platform that the fusion will run on.
         kernels: the only kernels to consider: one or several of `aten`, `cublas` and `triton`. With `auto`, the kernels
             that suit the platform are considered.
-        for_testing: True to include candidates that are taken only if they were measured: programs that the platform
-            runs only for testing, and programs that name an implementation of a collective.
+        for_testing: True to include programs that the platform runs only for testing.
     """
     programs: dict[Candidate, Program] = {}
     impossible: list[Impossible] = []
@@ -64,8 +62,6 @@ def candidates_of(
             continue  # always slower: cuBLAS takes all SMs, so kernels that signal wait until a wave of tiles has ended
         elif shares_memory(program) and platform.refuses and not (for_testing and platform.runs_all):
             impossible.append(Impossible(candidate, platform.refuses, warn=True))
-        elif candidate.strategy in BY.values() and not for_testing:
-            impossible.append(Impossible(candidate, ONLY_MEASURED))
         else:
             try:
                 programs[candidate] = proved(program)

@@ -157,7 +157,7 @@ def test_calls_with_the_shapes_of_the_last_call_make_no_choice(monkeypatch: pyte
     executor = hi.compile(layer(1), machine="gloo")
     a, b = torch.randn(8, 64), torch.randn(64, 48)
     executor(a, b)
-    monkeypatch.setattr(type(executor), "_suitable", None)
+    monkeypatch.setattr(type(executor), "_sizes", None)
     executor(a.clone(), b)
     with pytest.raises(TypeError):
         executor(a[:4], b)
