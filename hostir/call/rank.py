@@ -47,8 +47,9 @@ from hostir.machines.binding import MAX_PLANS, Part, places
 from hostir.machines.cuda.graphs import Graphs
 from hostir.machines.cuda.machine import CudaMachine, CudaPlan
 from hostir.machines.cuda.pools import outside_pools
-from hostir.machines.cuda.streams import CallOrder, communication_order, queues
+from hostir.machines.cuda.streams import CallOrder, communication_order, current, queues
 from hostir.machines.cuda.timeline import Timeline
+from hostir.machines.cuda.uses import hold, release
 from hostir.machines.gloo.machine import GlooMachine, GlooPlan
 from hostir.machines.trace import Trace
 from hostir.plan.operations import NONE
@@ -83,7 +84,6 @@ class RankExecutor(Executor):
         self._order: CallOrder | None = None  # orders the calls of this executor on different streams
         self._communicates = bool(teams_of(program) or message_teams_of(program)) or shares_memory(program)
         self._side: SideStreams | None = None
-        self._captured: set[Plan] = set()  # kept alive: graphs that the caller captured use the plans' memory
         self._ended = ""  # the reason why this executor refuses calls; empty while it accepts them
         self._agreement = Agreement(None, program, self.kernels, False)  # without other ranks; `_join` may replace it
         self._machine = self._join(machine, group, timeout)
@@ -219,7 +219,7 @@ class RankExecutor(Executor):
         if watchdog is not None and (plan is not watchdog.plan or watchdog.replaced):
             watchdog.observe(plan, capturing)
         if capturing:
-            self._captured.add(plan)
+            hold(plan, current(self._machine.device))
             graphs = None
             if plan.memory is not None:
                 plan.memory.captured.add(plan)
@@ -283,6 +283,7 @@ class RankExecutor(Executor):
 
     def rest(self) -> None:
         """Drop all plans and their memory, except plans that the caller's CUDA graphs use. Later calls plan anew."""
+        release()
         if self.watchdog is not None and self.watchdog.plan in self.plans.values():
             self.watchdog.unwatch()
         self._end_plans()
@@ -493,6 +494,7 @@ class RankExecutor(Executor):
         plan = self.plans.get(tensors_key) if tensors_key is not None else None
         if plan is None:
             self._refuse_in_capture()
+            release()
             began, symmetric = time.perf_counter(), self._machine.symmetric
             released = symmetric.released
             try:

@@ -82,13 +82,18 @@ def new_stream(device: torch.device, priority: int) -> torch.cuda.Stream:
     return torch.cuda.ExternalStream(handle.value, device=device)
 
 
+def capture_of(stream: torch.cuda.Stream) -> tuple[int, int]:
+    """Return the unique number of the capture that a stream is part of, and the handle of the graph."""
+    status, number, graph, nothing = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p(), ctypes.c_void_p()
+    handle = ctypes.c_void_p(stream.cuda_stream)
+    results = ctypes.byref(status), ctypes.byref(number), ctypes.byref(graph), nothing, nothing
+    check(cuda_driver().cuStreamGetCaptureInfo_v2(handle, *results), "a capture")
+    return number.value, graph.value or 0
+
+
 def capture_id(stream: torch.cuda.Stream) -> int:
     """Return the unique number of the capture that a stream is part of."""
-    status, number, nothing = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
-    handle = ctypes.c_void_p(stream.cuda_stream)
-    results = ctypes.byref(status), ctypes.byref(number), nothing, nothing, nothing
-    check(cuda_driver().cuStreamGetCaptureInfo_v2(handle, *results), "a capture")
-    return number.value
+    return capture_of(stream)[0]
 
 
 class Allocations:

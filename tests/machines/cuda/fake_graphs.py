@@ -5,6 +5,7 @@ A capture records the kernels; a replay runs them on the same memory.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import types
 import weakref
@@ -20,7 +21,7 @@ from hostir.call.rank import RankExecutor
 from hostir.ir.program import Program
 from hostir.job.groups import Groups
 from hostir.kernels.table import kernel_table
-from hostir.machines.cuda import copies, streams
+from hostir.machines.cuda import copies, streams, uses
 from hostir.machines.cuda.machine import CudaMachine
 
 CPU = torch.device("cpu")
@@ -112,6 +113,31 @@ alive: weakref.WeakSet[Graph] = weakref.WeakSet()
 used: set[object] = set()  # pools of graphs that are alive or gone
 
 
+class UserObjects:
+    """The driver's user objects: the graph that the caller captures holds them until `destroy`."""
+
+    def __init__(self) -> None:
+        self.held: list[tuple[int, int]] = []  # the argument and the address of each function to call
+
+    def cuUserObjectCreate(self, user_object: Any, argument: Any, function: Any, count: int, flags: int) -> int:  # noqa: N802, the driver names it
+        assert (count, flags) == (1, 1)
+        self.held.append((argument.value, function.value))
+        return 0
+
+    def cuGraphRetainUserObject(self, graph: Any, user_object: Any, count: int, flags: int) -> int:  # noqa: N802, the driver names it
+        assert (count, flags) == (1, 1)
+        return 0
+
+    def destroy(self) -> None:
+        """Destroy all graphs that the caller has captured."""
+        for argument, function in self.held:
+            ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(function)(argument)
+        self.held.clear()
+
+
+user_objects = UserObjects()
+
+
 class CopyAtOnce:
     """A copy by the driver, which the fake makes at once."""
 
@@ -148,6 +174,10 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "_taken", Counter())
     monkeypatch.setattr(streams, "_free", {})
     monkeypatch.setattr(streams, "_communicating", {})
+    monkeypatch.setattr(uses, "_uses", {})
+    monkeypatch.setattr(uses, "capture_of", lambda stream: (1, 1))
+    monkeypatch.setattr(uses, "cuda_driver", lambda: user_objects)
+    user_objects.held.clear()
     monkeypatch.setattr(streams, "new_stream", lambda device, priority: Stream())
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: id(Device.current), raising=False)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *which: log.append(("leave", *which)))

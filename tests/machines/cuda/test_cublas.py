@@ -10,9 +10,10 @@ import torch
 from hostir.call.executor import Executor
 from hostir.machines.cuda import machine as cuda
 from hostir.machines.cuda import streams
+from hostir.machines.cuda.uses import release
 from tests.call.small_programs import BESIDE, alone
 from tests.machines.cuda import fake_graphs
-from tests.machines.cuda.fake_graphs import Current, Device, Stream, log
+from tests.machines.cuda.fake_graphs import Current, Device, Stream, log, user_objects
 
 HERE = "%c: f32[4, 5] = allocate\n  matmul %a, %b -> %c"
 created: list[tuple[str, int]] = []
@@ -120,6 +121,8 @@ def test_live_executors_never_share_a_private_stream_and_deleted_ones_return_the
         noted_in(e, capture=False)
         seen.append(noted_in(e, capture=True)[1][1])
         del e
+        user_objects.destroy()  # the graph of the caller
+        release()
     assert seen == ["own 1", "own 2", "own 3", "own 1", "own 2", "own 3"]
     assert noted_in(living, capture=True)[1] == ("matmul", "own 0")
 

@@ -21,9 +21,10 @@ from hostir.job.groups import Groups
 from hostir.job.watchdog import Watchdog
 from hostir.machines.cuda.graphs import MAX_GRAPHS
 from hostir.machines.cuda.machine import CudaPlan
+from hostir.machines.cuda.uses import release
 from tests.call.small_programs import BESIDE, alone, program, said
 from tests.machines.cuda import fake_graphs
-from tests.machines.cuda.fake_graphs import CPU, Current, Device, Stream, alive, log
+from tests.machines.cuda.fake_graphs import CPU, Current, Device, Stream, alive, log, user_objects
 
 
 @pytest.fixture(autouse=True)
@@ -331,6 +332,25 @@ def test_a_plan_that_a_graph_of_the_caller_uses_outlives_all_others(monkeypatch:
     gc.collect()
     assert used() is not None
     assert len(e.plans) == 1
+
+
+def test_a_plan_lives_as_long_as_a_graph_of_the_caller_even_without_its_executor() -> None:
+    e, (a, b) = executor(), inputs()
+    e(a, b)
+    used = weakref.ref(e.latest.plan)
+    Device.callers_capture = True
+    e(a, b)
+    e(a, b)
+    Device.callers_capture = False
+    del e
+    release()
+    gc.collect()
+    assert used() is not None
+    assert len(user_objects.held) == 1
+    user_objects.destroy()
+    release()
+    gc.collect()
+    assert used() is None
 
 
 def test_graphs_of_dropped_plans_are_deleted() -> None:

@@ -1,0 +1,56 @@
+"""Keep the plans that CUDA graphs of the caller use, for as long as the graphs exist.
+
+A graph holds addresses of memory that its plan owns. The caller may drop the executor and keep the graph, and only CUDA
+knows when the graph is gone. So each captured call creates a *user object* of CUDA, which belongs to the graph and to
+everything that is made from it. When the last of these is destroyed, and has finished running, CUDA calls a function
+for the user object. This function is `sem_post` of the C library, because Python must not run on the threads of CUDA.
+See the chapter on graph management of the CUDA driver API, cuGraphRetainUserObject.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import torch
+
+from hostir.machines.cuda.driver import capture_of, check, cuda_driver
+
+NO_SYNC = 1  # CU_USER_OBJECT_NO_DESTRUCTOR_SYNC, which is mandatory
+MOVE = 1  # CU_GRAPH_USER_OBJECT_MOVE: the graph takes over the only reference
+SEMAPHORE = 64  # bytes, at least the size of the C type sem_t
+_uses: dict[tuple[int, int], tuple[int, Any]] = {}  # semaphore and plan of each use, by capture and address of the plan
+
+
+@functools.cache
+def _libc() -> Any:
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
+    return libc
+
+
+def hold(plan: Any, stream: torch.cuda.Stream) -> None:
+    """Keep a plan until the graph is destroyed that a stream captures now, and everything that is made from it."""
+    capture, graph = capture_of(stream)
+    if (capture, id(plan)) in _uses:
+        return
+    libc, user_object = _libc(), ctypes.c_void_p()
+    ended = libc.malloc(SEMAPHORE)  # no memory of Python: CUDA may call `sem_post` when the process has ended Python
+    libc.sem_init(ctypes.c_void_p(ended), 0, 0)
+    post = ctypes.cast(libc.sem_post, ctypes.c_void_p)
+    create = cuda_driver().cuUserObjectCreate
+    check(create(ctypes.byref(user_object), ctypes.c_void_p(ended), post, 1, NO_SYNC), "a captured graph")
+    check(cuda_driver().cuGraphRetainUserObject(ctypes.c_void_p(graph), user_object, 1, MOVE), "a captured graph")
+    _uses[capture, id(plan)] = ended, plan
+
+
+def release() -> None:
+    """Forget the plans whose graphs are gone."""
+    for use, (ended, plan) in list(_uses.items()):
+        if _libc().sem_trywait(ctypes.c_void_p(ended)) == 0:
+            _libc().free(ended)
+            del _uses[use]
+            if plan.memory is not None and not any(other is plan for _, other in _uses.values()):
+                plan.memory.captured.discard(plan)
