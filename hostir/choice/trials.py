@@ -78,7 +78,7 @@ class Trial:
         self.trying = self.progress.best
         self.began = time.monotonic()
         self.seconds = 0.0  # the time that the trial has taken on the slowest rank, without the making of plans
-        self.runs: dict[Candidate, Callable[[], object]] = {}  # of the candidates that hold memory
+        self.runs: dict[Candidate, Callable[[], object]] = {}  # runs each candidate that holds memory
         self.host: dict[Candidate, float] = {}  # the host's time for a call on the slowest rank, in microseconds
 
     def run(self, inputs: Sequence[Any], out: Any) -> None:
@@ -174,7 +174,13 @@ class Trial:
                 executor.synchronize()
 
         def record() -> None:
-            self.runs[candidate] = executor.record(inputs, results).replay
+            graph = executor.record(inputs, results)
+
+            def replay() -> list[Any]:
+                graph.replay()
+                return results  # so that the memory that the graph writes is not freed while the graph exists
+
+            self.runs[candidate] = replay
 
         self.host[candidate] = 0.0
         if problem := self._attempted(calls):
