@@ -292,7 +292,8 @@ class RankExecutor(Executor):
         """Capture the latest call anew in a CUDA graph that the executor does not keep, and return the graph.
 
         All ranks call this on CUDA after the same call, and they replay the graphs together. The graph must be
-        destroyed before `rest`, and before the tensors are freed. Raises HostIRError or RuntimeError if the call cannot be captured.
+        destroyed before `rest`, and before the tensors are freed. Raises HostIRError or RuntimeError if the call cannot
+        be captured.
 
         Args:
             inputs: the inputs of the call.

@@ -52,7 +52,7 @@ def test_explain_prints_the_choice_the_times_and_why_other_candidates_are_imposs
     assert sum("no matmul has %b_full as its left side" in line for line in rest) == 3
     possible = rest[: rest.index("not possible:")]
     times = [line.split() for line in possible if line.startswith(("  sequential", "  pipeline"))]
-    assert len(times) == 6
+    assert len(times) == 8
 
 
 def test_the_columns_of_explain_are_aligned(capfd: pytest.CaptureFixture[str]) -> None:
@@ -109,7 +109,7 @@ def test_run_on_simulated_ranks_accepts_auto(capfd: pytest.CaptureFixture[str]) 
 
 def test_a_note_says_why_nothing_can_be_overlapped(capfd: pytest.CaptureFixture[str]) -> None:
     _, note = shown(capfd, "lower", "tests/choice/fusions.py:gathered_weight", "--strategy", "auto")
-    assert "note: @gathered_weight runs 'sequential, triton' (fallback" in note
+    assert re.search(r"note: @gathered_weight runs 'sequential.*' \(fallback", note)
     assert re.search(r"note: ring is not possible here: .*no matmul has %b_full as its left side", note)
 
 
