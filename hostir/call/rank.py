@@ -41,12 +41,12 @@ from hostir.job.links import AlikeError, MisalignedError, headline
 from hostir.job.offers import KindOfSizes
 from hostir.job.session import Session, forked_from
 from hostir.job.watchdog import LAST_WORDS
+from hostir.kernels.pools import outside_pools
 from hostir.kernels.table import kernel_table
 from hostir.knobs import PROFILE
 from hostir.machines.binding import MAX_PLANS, Part, places
 from hostir.machines.cuda.graphs import Graphs
 from hostir.machines.cuda.machine import CudaMachine, CudaPlan
-from hostir.machines.cuda.pools import outside_pools
 from hostir.machines.cuda.streams import CallOrder, communication_order, current, queues
 from hostir.machines.cuda.timeline import Timeline
 from hostir.machines.cuda.uses import hold, release

@@ -13,6 +13,7 @@ from math import nan
 import torch
 
 from hostir.job.session import Session
+from hostir.kernels.pools import outside_pools
 
 WAIT = 1_000_000  # clock cycles for which the device waits, about 0.5 ms: the host issues most runs in less
 
@@ -67,7 +68,10 @@ class Stopwatch:
         self.on_gpu = device == "cuda"
         self.session = session if session is not None and session.size > 1 else None
         self.everyone = tuple(range(self.session.size)) if self.session is not None else ()
-        self.flush = _larger_than_l2() if self.on_gpu else None
+        self.flush = self.meeting = None
+        if self.on_gpu:
+            here = torch.device("cuda", torch.cuda.current_device())
+            self.flush, self.meeting = outside_pools(here, lambda: (_larger_than_l2(), torch.zeros(1, device=here)))
         if self.on_gpu and self.session is not None:
             self.session.groups.prepare([self.everyone])
 
@@ -84,7 +88,7 @@ class Stopwatch:
         group, _ = self.session.groups.of(self.everyone)
         options = torch.distributed.AllreduceOptions()
         options.asyncOp = False  # NCCL runs on the current stream
-        group.allreduce([torch.zeros(1, device=self.session.device)], options)
+        group.allreduce([self.meeting], options)
 
 
 def _larger_than_l2() -> torch.Tensor | None:

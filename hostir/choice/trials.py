@@ -39,6 +39,7 @@ from hostir.choice.laps import Lap, Stopwatch
 from hostir.choice.ranges import Ranges, key
 from hostir.ir.source import HostIRError, error
 from hostir.job.links import MisalignedError, headline
+from hostir.job.session import Session
 
 WARM = {"cpu": 1, "cuda": 4}  # untimed calls; on CUDA, native code or a CUDA graph issues calls from the fourth on
 ROUNDS = {"cpu": 5, "cuda": 9}  # timed runs of each candidate in a duel
@@ -93,10 +94,12 @@ class Trial:
             first.recover()
             if (result := self._posted_result()) is not None:
                 self.progress.best = result
-                return self._conclude()
-            first(*inputs)
-            with self._together(first):
-                self._try_all(inputs, out)
+                self._conclude()
+            else:
+                first(*inputs)
+                with self._together(first):
+                    self._try_all(inputs, out)
+            self._forget_result()
 
     @contextlib.contextmanager
     def _together(self, executor: RankExecutor) -> Iterator[None]:
@@ -125,9 +128,9 @@ class Trial:
             else:
                 self._duels(waiting, inputs, out)
         self._drop_losers()
-        if self.session is not None and self.session.size > 1:  # for a rank that is interrupted now
-            with self.session.asking(f"the result of the trial of {self.name}"):
-                self.session.first_store.set(self._place, json.dumps(astuple(self.progress.best)))
+        if (job := self._shared_session) is not None:  # for a rank that is interrupted now
+            with job.asking(self._place):
+                job.first_store.set(self._place, json.dumps(astuple(self.progress.best)))
         self._conclude()
 
     def _agreed(self) -> list[Candidate]:
@@ -284,7 +287,12 @@ class Trial:
         if self.session is None:
             return [json.loads(text)]
         where = f"the trial of {self.name}"
-        return [json.loads(each) for each in self.session.exchange(where, text, PATIENCE, where)]
+        return [json.loads(each) for each in self.session.exchange("trial", text, PATIENCE, where)]
+
+    @property
+    def _shared_session(self) -> Session | None:
+        """The session, if other ranks take part in the trial; else None."""
+        return self.session if self.session is not None and self.session.size > 1 else None
 
     @property
     def _place(self) -> str:
@@ -293,11 +301,21 @@ class Trial:
 
     def _posted_result(self) -> Candidate | None:
         """Return the winner that a rank has posted; None if no rank has."""
-        if self.session is None or self.session.size == 1:
+        if (job := self._shared_session) is None:
             return None
-        with self.session.asking(self._place):
-            store = self.session.first_store
+        with job.asking(self._place):
+            store = job.first_store
             return Candidate(*json.loads(store.get(self._place))) if store.check([self._place]) else None
+
+    def _forget_result(self) -> None:
+        """Count this rank among the ranks that have ended the trial. The last of them deletes the winner's place."""
+        if (job := self._shared_session) is None:
+            return
+        with job.asking(self._place):
+            store, count = job.first_store, f"ranks with the {self._place}"
+            if store.add(count, 1) == job.size:
+                store.delete_key(self._place)
+                store.delete_key(count)
 
     def _conclude(self) -> None:
         """End the trial: its winner is the choice for the range."""

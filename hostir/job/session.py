@@ -143,7 +143,9 @@ class Session:
     def exchange(self, key: str, mine: str, timeout: float | None = None, where: str = "") -> list[str]:
         """Post this rank's text under a key, wait for all ranks, and return the texts of all ranks, by rank.
 
-        A second use of a key is a separate exchange. Raise a HostIRError that names the ranks that do not arrive.
+        A second use of a key is a separate exchange. Raise a HostIRError that names the ranks that do not arrive. Once
+        all ranks have arrived, they have read the texts of the previous exchange with this key. So each rank deletes
+        its previous text.
 
         Args:
             key: the name of the exchange.
@@ -152,10 +154,13 @@ class Session:
             where: a description of the exchange for messages; by default the key.
         """
         self.exchanges[key] += 1
-        keys = [f"{key}/{self.exchanges[key]}/{rank}" for rank in range(self.size)]
+        number = self.exchanges[key]
+        keys = [f"{key}/{number}/{rank}" for rank in range(self.size)]
         with self.asking(where or key):
             self.store.set(keys[self.rank], mine)
             self.wait(lambda ranks: self.store.check([keys[rank] for rank in ranks]), where or key, timeout)
+            if number > 1:
+                self.store.delete_key(f"{key}/{number - 1}/{self.rank}")
             return [self.store.get(k).decode() for k in keys]
 
     @contextlib.contextmanager

@@ -372,6 +372,29 @@ def a_rank_without_the_result_takes_it_from_the_others() -> None:
         assert CALLED == ["ring"] * 3
 
 
+def left_by_trials(executor: Executor) -> list[str]:
+    """Return the keys in the store that belong to trials, when all ranks have made their calls."""
+    assert executor.session is not None
+    executor.session.exchange("calls made", "")
+    store: Any = executor.session.first_store
+    keys: list[str] = [key for key in store.list_keys() if "trial" in key]
+    executor.session.exchange("keys read", "")
+    return keys
+
+
+@case
+def the_store_does_not_grow_with_the_number_of_trials() -> None:
+    with times({"ring": 100.0}):
+        executor = hi.compile(rows(name="keys"), tune=2)
+        call(executor)
+        before = left_by_trials(executor)
+        for m in (128, 256, 512):
+            call(executor, m)
+        assert taken(executor, 512) == ("ring", "measured")
+        after = left_by_trials(executor)
+        assert len(after) == len(before), after
+
+
 @case
 def a_failure_that_one_rank_has_while_it_plans_is_a_reason() -> None:
     honest = RankExecutor.prepare

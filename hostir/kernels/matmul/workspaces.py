@@ -11,6 +11,7 @@ import threading
 import torch
 
 from hostir.kernels.parameters import TAPING
+from hostir.kernels.pools import outside_pools
 
 _CAPTURED_TICKETS = 1 << 18  # the reserve for all graphs of a device; a launch takes about one ticket per SM
 LINE = 32  # tickets per cache line. A launch's tickets begin at a line: the kernel is compiled for that alignment.
@@ -37,18 +38,22 @@ def workspace(device: torch.device, stream: int, sums: int, tickets: int) -> tup
         TAPING.keep(*held)
         return held
     with _lock:
-        if device.type == "cuda" and device not in _for_graphs:
-            _for_graphs[device] = [torch.zeros(_CAPTURED_TICKETS, dtype=torch.int32, device=device)]
-            torch.cuda.current_stream(device).synchronize()
         if held is not None:
             # Powers of 2, so that sizes which grow from call to call seldom need new memory.
             sums, tickets = (
                 max(len(buffer), 1 << (n - 1).bit_length()) for n, buffer in zip((sums, tickets), held, strict=True)
             )
-        buffers = _sums(device, sums), torch.zeros(tickets, dtype=torch.int32, device=device)
-        _by_stream[key] = buffers
+        buffers = _by_stream[key] = outside_pools(device, lambda: _kept(device, sums, tickets))
     TAPING.keep(*buffers)
     return buffers
+
+
+def _kept(device: torch.device, sums: int, tickets: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Allocate a workspace. On CUDA, the first workspace of a device also allocates the reserve for graphs."""
+    if device.type == "cuda" and device not in _for_graphs:
+        _for_graphs[device] = [torch.zeros(_CAPTURED_TICKETS, dtype=torch.int32, device=device)]
+        torch.cuda.current_stream(device).synchronize()
+    return _sums(device, sums), torch.zeros(tickets, dtype=torch.int32, device=device)
 
 
 def _sums(device: torch.device, sums: int) -> torch.Tensor:

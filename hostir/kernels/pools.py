@@ -1,4 +1,13 @@
-"""Allocate memory that outlives a call outside the caller's memory pools."""
+"""Allocate memory that outlives a call outside the caller's memory pools.
+
+A caller may have made a memory pool current for its thread. CUDA graph trees do this in the warm-up run of
+`torch.compile(mode="reduce-overhead")`. When the run ends, only its outputs may be in the pool.
+`torch.cuda.use_mem_pool` makes a pool current in the same way. From torch 2.8 on, such a pool serves one thread. So
+another thread allocates outside it.
+
+The pool of a CUDA graph capture serves a stream, not a thread. So nothing that outlives a capture may be allocated in
+it: an executor makes no plan in a capture, and a captured kernel takes its workspace from the graph's own pool.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +22,12 @@ T = TypeVar("T")
 
 
 def outside_pools(device: torch.device, work: Callable[[], T]) -> T:
-    """Do work in a new thread and return its result, so that the caller's memory pools hold none of its tensors.
+    """Do work in a new thread and return its result. The tensors that it allocates are outside the caller's pools.
 
-    A caller may have made a memory pool current for its thread: CUDA graph trees do this in the warm-up run of
-    `torch.compile(mode="reduce-overhead")`, and free the pool after it. Tensors that an executor keeps must not be in
-    this pool. The work runs on the caller's current stream.
+    The work runs on the caller's current stream. On a CPU there are no pools, and the work runs in this thread.
     """
+    if device.type != "cuda":
+        return work()
     stream, context = torch.cuda.current_stream(device), contextvars.copy_context()
     inference, results, problems = torch.is_inference_mode_enabled(), list[T](), list[BaseException]()
 
@@ -29,7 +38,7 @@ def outside_pools(device: torch.device, work: Callable[[], T]) -> T:
         except BaseException as problem:
             problems.append(problem)
 
-    thread = threading.Thread(target=run, name="hostir plans")
+    thread = threading.Thread(target=run, name="hostir outside pools")
     thread.start()
     _join(thread)
     if problems:
