@@ -26,10 +26,7 @@ if TYPE_CHECKING:
 
 MAX_TAPES = 8  # the number of tapes that a plan keeps: callers have few streams, and most tensors are aligned
 aten = torch.ops.aten
-WITHOUT_WORK = {  # operators that give no stream anything to do
-    *(aten.empty_strided.default, aten.as_strided.default, aten.select.int, aten.slice.Tensor, aten.view.default),
-    *(aten.view.dtype, aten.alias.default, aten.detach.default, aten.record_stream.default),
-}
+WITHOUT_WORK = aten.empty_strided.default, aten.record_stream.default  # beside the operators that make views
 
 
 @dataclass(frozen=True)
@@ -222,5 +219,5 @@ class TorchWork(TorchDispatchMode):
     seen = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen = self.seen or func not in WITHOUT_WORK
+        self.seen = self.seen or not (func.is_view or func in WITHOUT_WORK)
         return func(*args, **(kwargs or {}))

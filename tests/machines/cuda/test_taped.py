@@ -183,6 +183,7 @@ def test_native_code_issues_what_python_issues_for_any_addresses(
         assert relative(lines) == relative(logs[0])
     (taped,) = plan.tapes.by_key.values()
     assert len(taped.steps) < len(plan.steps)
+    assert "by Python: 'sum" not in taped.text
     assert len({*map(tuple, calls)}) == 5, "the inputs of each call are elsewhere"
 
 
