@@ -297,7 +297,9 @@ class CudaBinder:
         inline = op.handle in self.awaited_at_once
         if inline:
             self.inlined.add(op.handle)
-        start = collective(op, self.context.registers, *self.machine.groups.of(op.team), inline)
+        group, members = self.machine.groups.of(op.team)
+        backend = group._get_backend(self.context.device)
+        start = collective(op, self.context.registers, backend, members, inline)
         self.here(op, self.implementations.in_order(op, start) if self.implementations and not inline else start)
 
     def add_messages(self, op: MessagesOp) -> None:

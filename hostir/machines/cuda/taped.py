@@ -100,8 +100,14 @@ class Tapes:
         return IssuedSteps([partial(self.record, plan, key, ends)], ends)
 
     def record(self, plan: CudaPlan, key: tuple[int, ...], ends: list[int]) -> None:
-        """Issue a run in Python, and keep its tape for later runs with the same key."""
-        self.by_key[key] = TapedRun(plan, self.module, key[0]).tape(ends)
+        """Issue a run in Python, and keep its tape for later runs with the same key.
+
+        If only torch can issue the steps, the plan needs no tapes: Python issues all later runs.
+        """
+        taped = TapedRun(plan, self.module, key[0])
+        self.by_key[key] = taped.tape(ends)
+        if not taped.has_segments:
+            plan.tapes = None
 
 
 def ranges_of(plan: CudaPlan, registers: Sequence[int]) -> list[range]:
@@ -128,6 +134,7 @@ class TapedRun:
         self.steps: list[Step] = []
         self.ends = [0]
         self.lines: list[str] = []
+        self.has_segments = False
 
     def tape(self, ends: list[int]) -> IssuedSteps:
         """Issue all steps of the plan, and return the steps that a later run issues instead.
@@ -190,6 +197,7 @@ class TapedRun:
         self.ends.append(end)
         self.lines.append(str(segment))
         self.pending = []
+        self.has_segments = True
 
     def memories(self) -> list[Memory]:
         """Return the memory of each buffer in the plan's registers. Views of buffers have no entry.
