@@ -6,7 +6,8 @@ The benchmark measures:
 - an all-gather + matmul of few rows;
 - a matmul with each collective, called without `out=`;
 - a call that is replayed from a CUDA graph;
-- layers and torch's operators on few rows, without and with gradients, and on new numbers of tokens;
+- layers and torch's operators on few rows, without and with gradients, compiled by torch, and on new numbers of
+  tokens;
 - parsing, lowering and verifying.
 
     python -m benchmarks.overhead                                                        parse, lower, verify only
@@ -42,9 +43,11 @@ from examples import patterns
 from hostir.call.parts import shard
 from hostir.call.random import random_inputs
 from hostir.check import verify
+from hostir.choice.trials import MOST_CALLS
 from hostir.ir import parse
 from hostir.job.session import Session, session
 from hostir.torch import column_parallel_linear, install, row_parallel_linear
+from tests.counting import calls_of
 
 SLICES, STREAMS = 8, 4
 ALONE = f"""hostir 1
@@ -216,7 +219,7 @@ def eager(joined: Session, repeats: int) -> list[dict[str, Any]]:
                     kept.clear()
                 ours, by_hand = times
                 row = {"what": f"{what}, {strategy}, results {title}", "ours us": ours, "by hand us": by_hand}
-                results.append({**row, "ratio": ours / by_hand})
+                results.append({**row, "ratio": ours / by_hand, "calls": calls_of(partial(executor, *parts))})
             settle()
             dist.barrier()  # no rank frees symmetric memory while others use it
     return results
@@ -257,7 +260,11 @@ def alone(joined: Session, repeats: int) -> list[dict[str, Any]]:
 
 
 def layers(joined: Session, repeats: int) -> list[dict[str, Any]]:
-    """Return host times of layers and of torch's operators on few rows, without and with gradients, and by hand."""
+    """Return host times of layers and of torch's operators on few rows, without and with gradients, and by hand.
+
+    The trials of candidates have ended before a call is timed. Calls that are compiled by torch have no gradients.
+    `calls` is the number of functions that one call takes, also functions of the interpreter.
+    """
     ranks, device, (M, N, K), way = joined.size, joined.device, (64, 256, 256), ByHand()
     world, settle = dist.group.WORLD, partial(synchronize, device)
     assert world is not None
@@ -274,6 +281,7 @@ def layers(joined: Session, repeats: int) -> list[dict[str, Any]]:
     def trained(layer: Callable[..., torch.Tensor], x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor) -> None:
         torch.autograd.grad(layer(x, weight), (x, weight), dy)
 
+    compile_ = partial(torch.compile, fullgraph=True)
     weight, results = leaf(N, K), list[dict[str, Any]]()
     gathers = (leaf(M // ranks, K), leaf(M, N).detach(), lambda x, w: Gathering.apply(x, w, way))
     scatters = (leaf(M, K), leaf(M // ranks, N).detach(), lambda x, w: Scattering.apply(x, w, way))
@@ -283,12 +291,17 @@ def layers(joined: Session, repeats: int) -> list[dict[str, Any]]:
         ("row_parallel_linear", lambda x, w: row_parallel_linear(x, w, world), scatters),
         ("fused_matmul_reduce_scatter", scattered, scatters),
     ):
-        for mode, grad in (("no gradients", False), ("recorded", True), ("with backward", True)):
+        modes = (("no gradients", layer), ("recorded", layer), ("with backward", layer), ("compiled", compile_(layer)))
+        for mode, called in modes:
             wrapped = partial(trained, dy=dy) if mode == "with backward" else lambda layer, x, w: layer(x, w)
-            with torch.set_grad_enabled(grad):
-                ours, by_hand = (timed(partial(wrapped, each, x, weight), repeats, settle) for each in (layer, hand))
-            title = f"{name}, {mode}"
-            results.append({"what": title, "ours us": ours, "by hand us": by_hand, "ratio": ours / by_hand})
+            with torch.set_grad_enabled(mode in ("recorded", "with backward")):
+                call = partial(wrapped, called, x, weight)
+                for _ in range(MOST_CALLS + 1):
+                    call()
+                ours, by_hand = (timed(work, repeats, settle) for work in (call, partial(wrapped, hand, x, weight)))
+                row = {"what": f"{name}, {mode}", "ours us": ours, "by hand us": by_hand, "ratio": ours / by_hand}
+                # Autograd's thread of the GPU calls functions, too, which are not counted.
+                results.append(row if mode == "with backward" else {**row, "calls": calls_of(call)})
     return results
 
 
@@ -360,13 +373,14 @@ def main(arguments: list[str] | None = None) -> None:
 def report(results: list[dict[str, Any]]) -> str:
     """Return a table with a line for each result."""
     return table(
-        ["what", "hostir us", "by hand us", "ratio"],
+        ["what", "hostir us", "by hand us", "ratio", "function calls"],
         [
             [
                 f["what"],
                 f"{f['ours us']:.0f}",
                 f"{f['by hand us']:.0f}" if "ratio" in f else "",
                 f"{f['ratio']:.3f}" if "ratio" in f else "",
+                str(f.get("calls", "")),
             ]
             for f in results
         ],

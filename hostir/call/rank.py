@@ -213,9 +213,11 @@ class RankExecutor(Executor):
             if watchdog is not None:
                 watchdog.observe(plan)
             return plan.run(inputs, outs)
-        if (problem := plan.problem()) is not None:
-            raise self._noted(problem)
+        for words, zeros in plan.reports:
+            if words.tobytes() != zeros and (problem := plan.problem()) is not None:
+                raise self._noted(problem)
         graphs, capturing = self._graphs, torch._C._cuda_isCurrentStreamCapturing()
+        stream = current(self._machine.device)
         if watchdog is not None and (plan is not watchdog.plan or watchdog.replaced):
             watchdog.observe(plan, capturing)
         if capturing:
@@ -225,13 +227,13 @@ class RankExecutor(Executor):
                 plan.memory.captured.add(plan)
             if self._communicates:
                 communication_order(self._machine.device).follow_in_capture()
-        elif self._order is not None:
-            self._order.follow()
+        elif self._order is not None and self._order.stream is not stream:
+            self._order.follow(stream)
         if call.graph is not None and graphs is not None and outs is not None and graphs.replay(call):
             return outs
         if graphs is not None and outs is not None and graphs.capture_when_due(call, inputs, outs):
             return outs
-        outputs = plan.run(inputs, outs, capturing)
+        outputs = plan.run(inputs, outs, capturing, stream)
         if plan.timeline is not None:
             plan.timeline.collect()
         return outputs

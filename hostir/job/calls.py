@@ -332,7 +332,7 @@ class Calls:
         `checksum` is a hash of the call's program and sizes. It becomes part of `trail`.
         """
         self.made, self.asked = self.made + 1, 0
-        self.trail = hash((self.trail, checksum, _number(self.operator), in_backward()))
+        self.trail = hash((self.trail, checksum, _number(self.operator), _graph_task() != -1))
 
     def compare_new(self, call: Call) -> None:
         """Compare a call with sizes that are new on this rank. No rank waits.

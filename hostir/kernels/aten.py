@@ -41,8 +41,32 @@ IN_ORDER = 16
 
 
 def matmul(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, addend: torch.Tensor | None = None) -> None:
-    """`out[..., N] = a[..., K] @ b[K, N] + addend[..., N]`, rounded once; the addend may be `out` itself."""
-    _contract(out, a, b, addend)
+    """`out[..., N] = a[..., K] @ b[K, N] + addend[..., N]`, rounded once, with sums in f32.
+
+    The addend is a vector `[N]`, or it has the shape of `out`. It may be `out` itself.
+
+    Sums in f32 matter most if the size of a row is not a multiple of 16 bytes. For such rows cuBLAS chooses other
+    kernels, and it may choose one kernel for a slice of the rows and another for all rows. With 16-bit sums, some of
+    these kernels have 1.4 times the error of others.
+    """
+    setting = _SETTINGS.get(out.dtype)
+    if setting is None:
+        _multiply(out, a, b, addend)
+    elif out.is_cpu:  # f32 is a hundred times as fast on CPUs without 16-bit arithmetic
+        wide = torch.empty(out.shape, dtype=torch.float32, device=out.device)
+        _multiply(wide, a.float(), b.float(), None if addend is None else addend.float())
+        out.copy_(wide)
+    else:
+        users, set_to = setting
+        with _setting:
+            if not users()[0]:
+                _multiply(out, a, b, addend)
+                return
+            set_to(False, True)
+            try:
+                _multiply(out, a, b, addend)
+            finally:
+                set_to(True, True)
 
 
 def linear(out: torch.Tensor, a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
@@ -51,7 +75,7 @@ def linear(out: torch.Tensor, a: torch.Tensor, weight: torch.Tensor, bias: torch
     If the size of a row of `out` is not a multiple of 16 bytes, cuBLAS rounds twice: before and after it adds the bias.
     `torch.nn.functional.linear` does the same.
     """
-    _contract(out, a, weight.t(), bias)
+    matmul(out, a, weight.t(), bias)
 
 
 def add(out: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> None:
@@ -224,33 +248,6 @@ KERNELS: dict[str, Callable[..., None]] = {
     )
 }
 BY_CUBLAS = (matmul, linear, scaled_matmul)  # kernels that call cuBLAS
-
-
-def _contract(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """Compute `out = a @ b (+ bias)`, with sums in f32. `bias` is a vector `[N]`, or it has the shape of `out`.
-
-    Sums in f32 matter most if the size of a row is not a multiple of 16 bytes. For such rows cuBLAS chooses other
-    kernels, and it may choose one kernel for a slice of the rows and another for all rows. With 16-bit sums, some of
-    these kernels have 1.4 times the error of others.
-    """
-    setting = _SETTINGS.get(out.dtype)
-    if setting is None:
-        _multiply(out, a, b, bias)
-    elif out.is_cpu:  # f32 is a hundred times as fast on CPUs without 16-bit arithmetic
-        wide = torch.empty(out.shape, dtype=torch.float32, device=out.device)
-        _multiply(wide, a.float(), b.float(), None if bias is None else bias.float())
-        out.copy_(wide)
-    else:
-        users, set_to = setting
-        with _setting:
-            if not users()[0]:
-                _multiply(out, a, b, bias)
-                return
-            set_to(False, True)
-            try:
-                _multiply(out, a, b, bias)
-            finally:
-                set_to(True, True)
 
 
 def _multiply(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> None:

@@ -118,9 +118,10 @@ class CudaBinder:
         in_captures: steps that replace elements of `steps` during a capture, by the positions of these elements.
         launches: the steps that only launch Triton kernels, with their operations.
         current: the stream that is current after the last step.
-        freed_later: the operations that free memory between a pushed product and the last copy of its result. One
-            kernel carries out the product and the copies, and these operations are bound after it. None while no such
-            product is being bound.
+        freed: the operations that free memory before the next allocation. They are bound when that allocation is. At
+            the end of a run no steps are needed, because the run drops all buffers.
+        pushes_product: True between a pushed product and the last copy of its result. One kernel carries out the
+            product and the copies, and operations that free memory are bound after it.
         awaited_at_once: the handles of communications that the next operation awaits. Their collectives may run on the
             caller's stream.
         inlined: the handles of the collectives that have been bound to the caller's stream so far.
@@ -147,7 +148,8 @@ class CudaBinder:
         self.launches: list[tuple[Op, Step]] = []
         self.current = CALLER
         self.frees = BufferFrees(context)
-        self.freed_later: list[FreeOp] | None = None
+        self.freed: list[FreeOp] = []
+        self.pushes_product = False
         self.awaited_at_once = awaited_at_once(context.unrolled)
         self.inlined = set[int]()
         self.marks = set[int]()
@@ -212,6 +214,11 @@ class CudaBinder:
         return step
 
     def add_allocate(self, op: AllocateOp) -> None:
+        if not self.pushes_product:
+            for each in self.freed:
+                for step in self.frees.free(each.buffer):
+                    self.append(each, step)
+            self.freed.clear()
         if self.implementations is not None and op.out in self.implementations.buffers:
             self.context.registers[op.out] = self.implementations.space(op.out)
         else:
@@ -231,7 +238,7 @@ class CudaBinder:
 
     def add_compute(self, op: ComputeOp) -> None:
         if self.one_sided is not None and id(op) in self.one_sided.copies.products:
-            self.freed_later = []
+            self.pushes_product = True
             return
         if op.ready is not None or op.done is not None:
             self.here(op, self.flagged.blocks.compute(op))
@@ -270,9 +277,7 @@ class CudaBinder:
             return pushes is not None
         if pushed is not None:
             self.here(pushed.product, self.flagged.copies.pushed_product(pushed.product, pushes))
-            frees, self.freed_later = self.freed_later or [], None
-            for each in frees:
-                self.add_free(each)
+            self.pushes_product = False
         else:
             self.here(pushes.ops[0], self.flagged.copies.push(pushes))
         return True
@@ -292,7 +297,9 @@ class CudaBinder:
         inline = op.handle in self.awaited_at_once
         if inline:
             self.inlined.add(op.handle)
-        start = collective(op, self.context.registers, *self.machine.groups.of(op.team), inline)
+        group, members = self.machine.groups.of(op.team)
+        backend = group._get_backend(self.context.device)
+        start = collective(op, self.context.registers, backend, members, inline)
         self.here(op, self.implementations.in_order(op, start) if self.implementations and not inline else start)
 
     def add_messages(self, op: MessagesOp) -> None:
@@ -324,11 +331,7 @@ class CudaBinder:
         self.append(op, step)
 
     def add_free(self, op: FreeOp) -> None:
-        if self.freed_later is not None:
-            self.freed_later.append(op)
-            return
-        for step in self.frees.free(op.buffer):
-            self.append(op, step)
+        self.freed.append(op)
 
 
 # The method that binds each class of operations; a test compares the keys with all classes of operations.

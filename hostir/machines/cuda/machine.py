@@ -161,6 +161,7 @@ class CudaPlan:
         self.launches = binder.launches  # the steps that only launch kernels of Triton, with their operations
         self.engine_copies = binder.engine_copies  # the buffers that copy engines copy to or from a peer
         self.unnoticed = binder.unnoticed  # the number of first steps of a run that no peer and no later run can notice
+        self.reports = machine.timeouts.read  # the words to which kernels report timeouts
         self.blank = list(self.registers)  # the registers between runs: symmetric buffers and their views
         self.load(first)
 
@@ -221,14 +222,16 @@ class CudaPlan:
         inputs: Sequence[torch.Tensor | None],
         outs: Sequence[Any] | None = None,
         capturing: bool = False,
+        caller: torch.cuda.Stream | None = None,
     ) -> tuple[torch.Tensor | None, ...]:
         """Issue one run and return the outputs.
 
         If `outs` is not None, the outputs are written to these tensors. `capturing` is True if the current stream is
-        part of a capture. If a launch fails, raises HostIRError that names the statement.
+        part of a capture. `caller` is the current stream, if the caller knows it. If a launch fails, raises HostIRError
+        that names the statement.
         """
         registers, held = self.registers, self.unrolled.inputs
-        self.streams[CALLER] = current(self.machine.device)
+        self.streams[CALLER] = caller or current(self.machine.device)
         registers[held.start : held.stop] = inputs
         if outs is not None:
             for home, i in self.placed:

@@ -77,18 +77,17 @@ class CallOrder:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream: torch.cuda.Stream | None = None  # the stream of the latest call
-        self.handle: int | None = None  # the handle of that stream
         self.captured: tuple[int, torch.cuda.Stream] | None = None  # capture and stream of the latest captured call
 
-    def follow(self) -> None:
-        """Make the current stream wait for the latest call if that call was on another stream."""
-        handle = torch._C._cuda_getCurrentRawStream(self.device.index)
-        if handle == self.handle:
-            return
-        now = current(self.device)
-        if self.stream is not None:
+    def follow(self, now: torch.cuda.Stream | None = None) -> None:
+        """Make the current stream wait for the latest call if that call was on another stream.
+
+        `now` is the current stream, if the caller knows it.
+        """
+        now = now or current(self.device)
+        if self.stream is not None and self.stream != now:
             now.wait_stream(self.stream)
-        self.stream, self.handle = now, handle
+        self.stream = now
 
     def follow_in_capture(self) -> None:
         """Make the current stream wait for the latest call in the same capture if that call was on another stream.

@@ -26,10 +26,7 @@ if TYPE_CHECKING:
 
 MAX_TAPES = 8  # the number of tapes that a plan keeps: callers have few streams, and most tensors are aligned
 aten = torch.ops.aten
-WITHOUT_WORK = {  # operators that give no stream anything to do
-    *(aten.empty_strided.default, aten.as_strided.default, aten.select.int, aten.slice.Tensor, aten.view.default),
-    *(aten.view.dtype, aten.alias.default, aten.detach.default, aten.record_stream.default),
-}
+WITHOUT_WORK = aten.empty_strided.default, aten.record_stream.default  # beside the operators that make views
 
 
 @dataclass(frozen=True)
@@ -103,8 +100,14 @@ class Tapes:
         return IssuedSteps([partial(self.record, plan, key, ends)], ends)
 
     def record(self, plan: CudaPlan, key: tuple[int, ...], ends: list[int]) -> None:
-        """Issue a run in Python, and keep its tape for later runs with the same key."""
-        self.by_key[key] = TapedRun(plan, self.module, key[0]).tape(ends)
+        """Issue a run in Python, and keep its tape for later runs with the same key.
+
+        If only torch can issue the steps, the plan needs no tapes: Python issues all later runs.
+        """
+        taped = TapedRun(plan, self.module, key[0])
+        self.by_key[key] = taped.tape(ends)
+        if not taped.has_segments:
+            plan.tapes = None
 
 
 def ranges_of(plan: CudaPlan, registers: Sequence[int]) -> list[range]:
@@ -131,6 +134,7 @@ class TapedRun:
         self.steps: list[Step] = []
         self.ends = [0]
         self.lines: list[str] = []
+        self.has_segments = False
 
     def tape(self, ends: list[int]) -> IssuedSteps:
         """Issue all steps of the plan, and return the steps that a later run issues instead.
@@ -193,6 +197,7 @@ class TapedRun:
         self.ends.append(end)
         self.lines.append(str(segment))
         self.pending = []
+        self.has_segments = True
 
     def memories(self) -> list[Memory]:
         """Return the memory of each buffer in the plan's registers. Views of buffers have no entry.
@@ -222,5 +227,5 @@ class TorchWork(TorchDispatchMode):
     seen = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen = self.seen or func not in WITHOUT_WORK
+        self.seen = self.seen or not (func.is_view or func in WITHOUT_WORK)
         return func(*args, **(kwargs or {}))

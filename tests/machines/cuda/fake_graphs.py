@@ -201,7 +201,8 @@ def executor(p: Program, **options: Any) -> Executor:
     """Return a CUDA executor with a fake device and tensors on the CPU."""
     kernels = {kind: captured(kernel) for kind, kernel in kernel_table("aten", "cpu").items()}
     groups = Groups(0, CPU)
-    groups.made = {(0, 1): types.SimpleNamespace(_allgather_base=None)}
+    nccl = types.SimpleNamespace(_allgather_base=lambda out, x, options: None)
+    groups.made = {(0, 1): types.SimpleNamespace(_get_backend=lambda device: nccl)}
     machine = CudaMachine(CPU, p, kernels, groups)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RankExecutor, "_join", lambda self, *arguments: machine)

@@ -23,6 +23,7 @@ from hostir.machines.cuda.graphs import MAX_GRAPHS
 from hostir.machines.cuda.machine import CudaPlan
 from hostir.machines.cuda.uses import release
 from tests.call.small_programs import BESIDE, alone, program, said
+from tests.counting import calls_of
 from tests.machines.cuda import fake_graphs
 from tests.machines.cuda.fake_graphs import CPU, Current, Device, Stream, alive, log, user_objects
 
@@ -133,7 +134,7 @@ def test_an_executor_says_why_it_makes_no_graphs(options: dict[str, Any], reason
 def test_a_program_that_uses_nccl_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     body = "%c: f32[2, 4] = allocate\n  %h = allgather %a -> %c over didx\n  wait %h"
     e = executor(program(body, "%a: f32[2@didx, 4]"))
-    monkeypatch.setattr(CudaPlan, "run", lambda self, inputs, outs, capturing: outs)
+    monkeypatch.setattr(CudaPlan, "run", lambda self, inputs, outs, *current: outs)
     a, c = torch.randn(1, 4), torch.empty(2, 4)
     for _ in range(4):
         e(a, out=c)
@@ -230,6 +231,18 @@ def test_a_graph_that_cannot_be_launched_is_an_error() -> None:
     assert "the CUDA graph of @p could not be launched: CUDA error: out of memory" in said(lambda: e(a, b, out=c))
 
 
+def test_a_warm_call_of_a_collective_and_a_matmul_takes_few_calls_of_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand, `all_gather_into_tensor` and `matmul` take 27."""
+    body = "%x: f32[2, 4] = allocate\n  %h = allgather %a -> %x over didx\n  wait %h\n"
+    body += "  %c: f32[2, 3] = allocate\n  matmul %x, %b -> %c\n  free %x"
+    e = executor(program(body, "%a: f32[2@didx, 4], %b: f32[4, 3]"))
+    a, b = torch.randn(1, 4), torch.randn(4, 3)
+    with torch.no_grad():
+        for _ in range(4):
+            e(a, b)
+        assert calls_of(lambda: e(a, b)) <= 46
+
+
 def test_an_error_that_the_device_reports_is_raised_by_the_next_call_and_by_synchronize(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -238,6 +251,9 @@ def test_an_error_that_the_device_reports_is_raised_by_the_next_call_and_by_sync
         how(e, a, b, c)
     problem = error("rank 0: a kernel gave up waiting for flag 3")
     monkeypatch.setattr(CudaPlan, "problem", lambda plan: problem)
+    assert e.latest is not None
+    assert isinstance(e.latest.plan, CudaPlan)
+    e.latest.plan.reports.append((memoryview(b"1"), b"0"))
     log.clear()
     for call in (lambda: e(a, b, out=c), lambda: e(a, b), e.synchronize):
         assert "a kernel gave up waiting for flag 3" in said(call)

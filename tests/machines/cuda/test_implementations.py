@@ -395,6 +395,9 @@ class Nccl:
         self.gpus, self.rank, self.ranks, self.issued = gpus, rank, ranks, issued
         self.stream, self.number = Stream(), 0
 
+    def _get_backend(self, device: torch.device) -> Nccl:
+        return self
+
     def allreduce(self, tensors: list[torch.Tensor], options: Any) -> Nccl:
         (x,), everyone = tensors, self.issued.setdefault(self.number, [])
         self.number += 1

@@ -13,6 +13,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +32,7 @@ from hostir.machines.binding import places
 from hostir.machines.cuda import blocks, copies, credits, flags, machine, native, streams
 from hostir.machines.cuda import driver as cuda_driver
 from hostir.machines.cuda.tape import Segment, TapeWriter
-from hostir.machines.cuda.taped import Tapes
+from hostir.machines.cuda.taped import IssuedSteps, Tapes
 from hostir.plan.operations import NONE
 from tests.kernels.hopper import Hopper, hopper, inputs_of
 from tests.machines.cuda.test_native import NO_COMPILER, FakeDriver, driver, module
@@ -183,7 +184,20 @@ def test_native_code_issues_what_python_issues_for_any_addresses(
         assert relative(lines) == relative(logs[0])
     (taped,) = plan.tapes.by_key.values()
     assert len(taped.steps) < len(plan.steps)
+    assert "by Python: 'sum" not in taped.text
     assert len({*map(tuple, calls)}) == 5, "the inputs of each call are elsewhere"
+
+
+def test_a_plan_that_only_torch_can_issue_keeps_no_tape(gpu: Hopper, driver: FakeDriver, module: Any) -> None:
+    program = hi.lower(FUSIONS["summed few"](), "push")
+    plan = gpu.plan(program, 0, "triton", inputs_of(program, 0))
+    step = partial(torch.zeros, 1)
+    plan.tapes, plan.steps, plan.ops, plan.launches = Tapes(module), [step], plan.ops[:1], []
+    plan.in_python = IssuedSteps.of(plan.steps)
+    for _ in range(3):
+        plan.run(inputs_of(program, 0))
+    assert plan.tapes is None
+    assert plan.issued == 1
 
 
 @pytest.mark.parametrize("strategy", ["ring", "fused"])
