@@ -72,7 +72,7 @@ class Ranges:
         self.measured = measured
         self.multiples = {name: _multiple(name, decider) for name in self.free}
         self.choices: dict[str, Choice] = {}  # by `key` of the sizes
-        self.failed: set[Candidate] = set()  # candidates of which a call ended midway in a trial
+        self.failed: set[Candidate] = set()  # candidates of which a call failed in a trial, on any rank
 
     @property
     def fusion(self) -> str:

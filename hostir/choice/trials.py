@@ -14,8 +14,10 @@ contain no delays of the host. The time of the host is measured separately, in c
 candidate is the time of the device; if the host takes longer, half of the difference is added. This lies between the
 cost of replays, for which the host hardly counts, and the cost of calls for which the device must wait.
 
-If a candidate cannot be planned or called, it is left out. If a call of it ends midway on a rank, all ranks raise an
-error. Then the next call begins the trial anew, without this candidate.
+If a challenger cannot be planned, or if a call of it fails on a rank, all ranks leave it out, and rank 0 warns. After
+a failed call the other ranks may wait for the rest of the call. So all ranks renew their shared state, as they do after
+any call that ended midway. The trial goes on, and the caller gets no error. If the champion fails, or if an interrupt
+ends the trial on a rank, all ranks raise an error. Then the next call begins the trial anew.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from hostir.call.rank import RankExecutor
 from hostir.choice.choices import Candidate, Timing, TrialState
 from hostir.choice.laps import Lap, Stopwatch
 from hostir.choice.ranges import Ranges, key
-from hostir.ir.source import HostIRError, error
+from hostir.ir.source import HostIRError, warn_once
 from hostir.job.links import MisalignedError, headline
 from hostir.job.session import Session
 
@@ -76,7 +78,6 @@ class Trial:
         self.session, self.calls = first.session, first.calls
         self.device = "cuda" if first.machine == "cuda" else "cpu"
         self.progress = TrialState(rivals[0].candidate, rivals=len(rivals))
-        self.trying = self.progress.best
         self.began = time.monotonic()
         self.seconds = 0.0  # the time that the trial has taken on the slowest rank, without the making of plans
         self.runs: dict[Candidate, Callable[[], object]] = {}  # runs each candidate that holds memory
@@ -112,8 +113,8 @@ class Trial:
         except BaseException as problem:
             self.runs.clear()
             self.ranges.choices[key(self.ranges.representative(self.sizes))] = self.before
-            if isinstance(problem, Exception):
-                self.ranges.failed.add(self.trying)
+            with contextlib.suppress(Exception):  # report the first failure
+                self._answer(None)
             executor.abandon(problem)
             raise
 
@@ -122,11 +123,8 @@ class Trial:
         waiting = self._agreed()
         if waiting:
             self.stopwatch = Stopwatch(self.device, self.session)
-            best = self.progress.best
-            if reason := self._begun(best, inputs, out):
-                self.progress.refused[best] = reason
-            else:
-                self._duels(waiting, inputs, out)
+            self._begin(self.progress.best, inputs, out)
+            self._duels(waiting, inputs, out)
         self._drop_losers()
         if (job := self._shared_session) is not None:  # for a rank that is interrupted now
             with job.asking(self._place):
@@ -144,37 +142,71 @@ class Trial:
     def _duels(self, waiting: Sequence[Candidate], inputs: Sequence[Any], out: Any) -> None:
         """Let each challenger meet the champion."""
         for challenger in waiting:
-            self.trying = challenger
             self.progress.tried += 1
             self._show(challenger)
-            best = self.progress.best
-            if reason := self._too_slow(challenger) or self._prepared(challenger, inputs, out):
+            try:
+                reason = self._too_slow(challenger) or self._prepared(challenger, inputs, out)
+                reason = reason or self._compared(challenger)
+            except MisalignedError:
+                raise
+            except Exception as problem:  # any failure of a call: the other ranks wait for its rest
+                reason = self._renewed(challenger, problem, inputs, out)
+            if reason:
                 self.progress.refused[challenger] = reason
-                self._drop_losers()
-                continue
-            medians = self._duel(best, challenger)
-            if not all(us > 0 for us in medians.values()):  # NaN is not greater than 0 either
-                self.progress.refused[challenger] = "its calls could not be timed"
-            else:
-                self._compare(best, challenger, medians)
             self._drop_losers()
             self._publish()
 
-    def _begun(self, candidate: Candidate, inputs: Sequence[Any], out: Any) -> str:
-        """Make the first calls of a candidate. Return the reason if a rank cannot make them, else an empty text."""
+    def _renewed(self, challenger: Candidate, problem: Exception, inputs: Sequence[Any], out: Any) -> str:
+        """Go on without a challenger after a call of it has failed on a rank. Return the reason of the failure.
+
+        All ranks call this, because the other ranks get an error where they wait for the failed call. They renew what
+        they share. If a rank leaves the trial, raise `problem`.
+        """
+        reason, best = headline(problem), self.progress.best
+        if self.session is not None:
+            self.execute(best).abandon(problem)
+            reason = self._answers(self.session.groups.abandoned, problem)[0]
+        self.runs.clear()
+        self.ranges.failed.add(challenger)
+        self.execute(best).recover()
+        self._warn(challenger, reason)
+        self._drop_losers()
+        self._begin(best, inputs, out)
+        return reason
+
+    def _answers(self, words: str, problem: Exception) -> list[str]:
+        """Tell the other ranks that this rank goes on with the trial after a failed call, and return their texts.
+
+        `words` is this rank's text. If a rank leaves the trial, raise `problem`.
+        """
+        if (job := self._shared_session) is None:
+            return [words]
+        self._answer(words)
+        keys = [self._place_of_answer(rank) for rank in range(job.size)]
+        with job.asking(self._place):
+            job.wait(lambda ranks: job.first_store.check([keys[rank] for rank in ranks]), f"the trial of {self.name}")
+            texts = [json.loads(job.first_store.get(key)) for key in keys]
+        if None in texts:
+            raise problem
+        return texts
+
+    def _answer(self, words: str | None) -> None:
+        """Post that this rank goes on with the trial after a failed call. If `words` is None, it leaves the trial."""
+        if (job := self._shared_session) is not None:
+            with job.asking(self._place):
+                job.first_store.set(self._place_of_answer(job.rank), json.dumps(words))
+
+    def _place_of_answer(self, rank: int) -> str:
+        """Return the place in the store of a rank's answer after a failed call."""
+        assert self.session is not None
+        return f"rank {rank} after renewal {self.session.watchdog.renewals}, in a trial"
+
+    def _begin(self, candidate: Candidate, inputs: Sequence[Any], out: Any) -> None:
+        """Make the first calls of a candidate, and prepare timed runs."""
         executor, results = self.execute(candidate), list[Any]()
 
         def call() -> None:
             executor(*inputs, out=None if out is None else results)
-
-        def calls() -> None:
-            results[:] = executor(*inputs)
-            for _ in range(WARM[self.device] - 1):
-                call()
-            executor.synchronize()
-            if self.device == "cuda":
-                self.host[candidate] = statistics.median(_timed(call) for _ in range(ISSUED))
-                executor.synchronize()
 
         def record() -> None:
             graph = executor.record(inputs, results)
@@ -185,11 +217,24 @@ class Trial:
 
             self.runs[candidate] = replay
 
+        results[:] = executor(*inputs)
+        for _ in range(WARM[self.device] - 1):
+            call()
+        executor.synchronize()
         self.host[candidate] = 0.0
-        if problem := self._attempted(calls):
-            return problem
+        if self.device == "cuda":
+            self.host[candidate] = statistics.median(_timed(call) for _ in range(ISSUED))
+            executor.synchronize()
         if self.device == "cpu" or self._attempted(record):  # some cannot be captured: then calls are timed
             self.runs[candidate] = call
+
+    def _compared(self, challenger: Candidate) -> str:
+        """Let a challenger meet the champion. Return a reason if there is no result, else an empty text."""
+        best = self.progress.best
+        medians = self._duel(best, challenger)
+        if not all(us > 0 for us in medians.values()):  # NaN is not greater than 0 either
+            return "its calls could not be timed"
+        self._compare(best, challenger, medians)
         return ""
 
     def _duel(self, *candidates: Candidate) -> dict[Candidate, float]:
@@ -247,14 +292,20 @@ class Trial:
         best = self.execute(self.progress.best)
 
         def prepare() -> None:
-            self.execute(candidate).prepare(inputs, out)
-            if not best.plans:  # each call would release the memory of the other candidate
-                raise error(f"HOSTIR_SYMMETRIC_LIMIT has no room for it beside '{self.progress.best}'")
+            executor = self.execute(candidate)
+            executor.prepare(inputs, out)
+            if self.device == "cuda":  # a call must not fail on this rank while the others run it
+                allocated = max((plan.unrolled.memory[0] for plan in executor.plans.values()), default=0)
+                torch.empty(allocated, dtype=torch.uint8, device="cuda")
 
-        problem = self._attempted(prepare) or self._begun(candidate, inputs, out)
-        if not best.plans:
+        if problem := self._attempted(prepare):
+            self._warn(candidate, problem)
+        if not best.plans:  # each call would release the memory of the other candidate
+            problem = problem or f"HOSTIR_SYMMETRIC_LIMIT has no room for it beside '{self.progress.best}'"
             self._drop_losers()
             best.prepare(inputs, out)
+        if not problem:
+            self._begin(candidate, inputs, out)
         return problem
 
     def _attempted(self, work: Callable[[], object]) -> str:
@@ -265,7 +316,7 @@ class Trial:
         except MisalignedError:
             raise
         except Exception as refusal:  # any failure, for example of a compiler: the other ranks wait for the reason
-            if self.session is not None and self.session.groups.abandoned:  # the call had begun
+            if self.session is not None and self.session.groups.abandoned:  # a call has failed on a rank
                 raise
             problem = headline(refusal)
         return next(filter(None, self._exchange(problem)), "")
@@ -327,6 +378,14 @@ class Trial:
     def _publish(self) -> None:
         first = self.session is None or self.session.rank == 0
         self.ranges.tried(self.sizes, self.before, self.rivals, first, self.progress)
+
+    def _warn(self, challenger: Candidate, reason: str) -> None:
+        """Warn once, on the first rank, that a challenger has failed."""
+        first = self.session is None or self.session.rank == 0
+        fusion = self.ranges.fusion
+        message = f"@{fusion} is called without the candidate '{challenger}', which failed in its trial: {reason}."
+        hint = "calls run another candidate; HOSTIR_TUNE=0 tries none"
+        warn_once(("trial", fusion, challenger, reason), message, hint, RuntimeWarning, first)
 
     def _show(self, challenger: Candidate) -> None:
         """Print the progress at a terminal, if the trial takes long."""

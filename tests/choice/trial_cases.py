@@ -281,28 +281,96 @@ def a_candidate_that_one_rank_cannot_plan_is_left_out() -> None:
         assert "no memory to share" in next(it.reason for it in choice.impossible if it.candidate.strategy == "ring")
 
 
-def fail() -> None:
-    raise RuntimeError("on strike")
+@contextlib.contextmanager
+def failing(
+    strategy: str, problem: BaseException, on: Sequence[int], call: int = 1, midway: bool = True
+) -> Iterator[None]:
+    """Let the calls of a strategy fail on some ranks, from a certain call on.
+
+    If `midway` is True, the last step of the call fails. Otherwise the call issues nothing.
+    """
+    honest, made = RankExecutor._issue, 0
+
+    def fail() -> None:
+        raise problem
+
+    def issue(self: RankExecutor, bound: Any, *arguments: Any) -> Any:
+        nonlocal made
+        made += CALLED[-1] == strategy
+        if CALLED[-1] != strategy or RANK not in on or made < call:
+            return honest(self, bound, *arguments)
+        if not midway:
+            fail()
+        next(iter(bound.plan.lanes.values())).steps[-1] = fail
+        return honest(self, bound, *arguments)
+
+    with mock.patch.object(RankExecutor, "_issue", issue):
+        yield
+
+
+def is_left_out(executor: Executor, strategy: str, words: str) -> None:
+    """Check that all ranks have left out a candidate for the same reason, and that its later calls are right."""
+    choice = executor.choice.choice({"M": 64})
+    (reason,) = [it.reason for it in choice.impossible if it.candidate.strategy == strategy]
+    assert words in reason, reason
+    assert executor.session is not None
+    assert len(set(executor.session.exchange("reason", reason))) == 1
+    CALLED.clear()  # its length is the seed of the inputs, and ranks have made other numbers of calls
+    for m in (64, 256, 64):
+        call(executor, m)
+    assert strategy not in CALLED
+    assert taken(executor) == ("ring", "measured")
 
 
 @case
-def a_candidate_whose_call_ends_midway_is_not_tried_again() -> None:
-    honest = trials.Trial._begun
+def a_challenger_whose_call_fails_is_left_out_and_the_call_of_the_user_returns() -> None:
+    strike = RuntimeError("on strike")
+    for midway in (True, False):
+        for on in ([1], range(SIZE)):
+            for number in (1, 3):
+                name = f"strike_{midway}_{len(on)}{on[0]}_{number}"
+                other = hi.compile(rows(name=f"other_{name}"), "push")
+                with times({"fused": 10.0, "ring": 100.0}), warnings.catch_warnings(record=True) as warned:
+                    warnings.simplefilter("always")
+                    call(other)
+                    executor = hi.compile(rows(name=name), tune=2)
+                    with failing("fused", strike, on, number, midway):
+                        CALLED.clear()
+                        torch.manual_seed(7)
+                        a, b = torch.randn(64, 32), torch.randn(32, 16)
+                        (c,) = executor(a.chunk(SIZE)[RANK].contiguous(), b)
+                        torch.testing.assert_close(c, a @ b, rtol=1e-4, atol=1e-4)
+                    messages = [str(w.message) for w in warned if "failed in its trial" in str(w.message)]
+                    assert len(messages) == (RANK == 0), messages
+                    is_left_out(executor, "fused", "on strike")
+                    call(other)
 
-    def broken(self: trials.Trial, candidate: Candidate, *arguments: Any) -> str:
-        if RANK == 1 and candidate.strategy == "fused":
-            for plan in self.execute(candidate).plans.values():
-                next(iter(plan.lanes.values())).steps[-1] = fail  # type: ignore[union-attr]
-        return honest(self, candidate, *arguments)
 
-    with times({"fused": 10.0, "ring": 100.0}), mock.patch.object(trials.Trial, "_begun", broken):
-        executor = hi.compile(rows(name="midway"), tune=2)
-        with pytest.raises(HostIRError, match="on strike"):
+@case
+def if_the_champion_fails_all_ranks_raise_and_the_next_call_begins_the_trial_anew() -> None:
+    with times({"push": 1000.0, "ring": 100.0}):
+        executor = hi.compile(rows(name="champion"), tune=2)
+        best = executor.choice.choice({"M": 64}).strategy
+        with failing(best, RuntimeError("on strike"), [1], 2), pytest.raises(HostIRError, match="on strike"):
             call(executor)
-        CALLED.clear()  # its length is the seed of the inputs, and ranks have made other numbers of calls
-        call(executor)
-        assert "fused" not in CALLED
+        CALLED.clear()
+        for _ in range(3):
+            call(executor)
         assert taken(executor) == ("ring", "measured")
+
+
+@case
+def an_interrupt_in_the_call_of_a_challenger_ends_the_trial_on_all_ranks() -> None:
+    for number in (1, 3):
+        with times({"ring": 100.0}):
+            executor = hi.compile(rows(name=f"stopped_{number}"), tune=2)
+            expected = KeyboardInterrupt if RANK == 1 else HostIRError
+            with failing("fused", KeyboardInterrupt(), [1], number), pytest.raises(expected):
+                call(executor)
+            CALLED.clear()
+            for _ in range(3):
+                call(executor)
+            assert taken(executor) == ("ring", "measured")
 
 
 @case
