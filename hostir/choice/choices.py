@@ -75,6 +75,8 @@ class TrialState:
         refused: the reasons why candidates were not tried.
         tried, rivals: the number of candidates that were tried so far, and the number of all candidates.
         done: True once the trial has ended.
+        seconds: the time of the trial so far, on this rank.
+        compiling: the part of this time in which challengers were planned and compiled, on the slowest rank.
     """
 
     best: Candidate
@@ -84,6 +86,8 @@ class TrialState:
     tried: int = 1
     rivals: int = 1
     done: bool = False
+    seconds: float = 0.0
+    compiling: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -113,7 +117,7 @@ class Choice:
         machine: a description of the machine for which the times are valid.
         timings: the times of the candidates, the fastest first; in a trial only those that were measured so far.
         impossible: the candidates that could not be chosen, with the reasons.
-        notes: further remarks, such as communications that cannot be overlapped.
+        notes: further remarks, such as communications that cannot be overlapped, and the time that a trial has taken.
     """
 
     fusion: str

@@ -72,6 +72,7 @@ class Ranges:
         self.measured = measured
         self.multiples = {name: _multiple(name, decider) for name in self.free}
         self.choices: dict[str, Choice] = {}  # by `key` of the sizes
+        self.compiling: dict[str, list[float]] = {}  # seconds to plan each challenger of trials, by its kernels
         self.failed: set[Candidate] = set()  # candidates of which a call failed in a trial, on any rank
 
     @property
@@ -163,14 +164,15 @@ class Ranges:
         left = choice.timings if timings and progress.done else ()
         tried = progress.times.keys() | progress.refused.keys()
         refused += [Impossible(timing.candidate, UNTRIED) for timing in left if timing.candidate not in tried]
+        taken = f"its trial took {progress.seconds:.1f} s, of which compiling took {progress.compiling:.1f} s"
         self.choices[key(self.representative(sizes))] = replace(
             choice,
             taken=progress.best,
             source=source,
             timings=tuple(sorted(timings, key=lambda timing: timing.us)) or (choice.timings if progress.done else ()),
             impossible=(*choice.impossible, *refused),
+            notes=(*choice.notes, taken) if timings and progress.done else choice.notes,
         )
-
         if progress.done:
             log_choice(self.choices[key(self.representative(sizes))])
             if first:

@@ -46,6 +46,7 @@ from hostir.job.session import Session
 WARM = {"cpu": 1, "cuda": 4}  # untimed calls; on CUDA, native code or a CUDA graph issues calls from the fourth on
 ROUNDS = {"cpu": 5, "cuda": 9}  # timed runs of each candidate in a duel
 ISSUED = 7  # calls on CUDA for which the time of the host is measured
+COMPILING = 20.0  # seconds that all trials of a fusion together may take to plan and compile challengers
 PATIENCE = 600.0  # seconds that ranks wait for a rank that compiles kernels of a candidate
 SHOWN_AFTER = 1.0  # seconds after which a trial shows its progress at a terminal
 
@@ -145,7 +146,7 @@ class Trial:
             self.progress.tried += 1
             self._show(challenger)
             try:
-                reason = self._too_slow(challenger) or self._prepared(challenger, inputs, out)
+                reason = self._too_long(challenger) or self._prepared(challenger, inputs, out)
                 reason = reason or self._compared(challenger)
             except MisalignedError:
                 raise
@@ -225,7 +226,7 @@ class Trial:
         if self.device == "cuda":
             self.host[candidate] = statistics.median(_timed(call) for _ in range(ISSUED))
             executor.synchronize()
-        if self.device == "cpu" or self._attempted(record):  # some cannot be captured: then calls are timed
+        if self.device == "cpu" or self._attempted(record)[0]:  # some cannot be captured: then calls are timed
             self.runs[candidate] = call
 
     def _compared(self, challenger: Candidate) -> str:
@@ -277,15 +278,23 @@ class Trial:
         if times[challenger] < times[champion]:
             self.progress.best = challenger
 
-    def _too_slow(self, challenger: Candidate) -> str:
-        """Return a reason not to try a candidate, if this could exceed the budget; else an empty text."""
-        best = self.progress.best
+    def _too_long(self, challenger: Candidate) -> str:
+        """Return a reason not to try a candidate, if this could exceed a time limit; else an empty text.
+
+        Compiling cannot be interrupted. So the longest time for a candidate with the same kernels must be left.
+        """
+        best, compiling = self.progress.best, self.ranges.compiling
         us = self.progress.replays.get(best, self.estimates[best])
         runs = WARM[self.device] + ROUNDS[self.device]
         needed = (self.estimates[challenger] / self.estimates[best] * us + us) * runs / 1e6
-        if self.seconds + needed <= self.budget:
-            return ""
-        return f"not tried: HOSTIR_TUNE allows trials {self.budget:g} s"
+        if self.seconds + needed > self.budget:
+            return f"not tried: HOSTIR_TUNE allows trials {self.budget:g} s"
+        compiled = sum(map(sum, compiling.values()))
+        if compiled + max(compiling.get(challenger.kernels, ()), default=0.0) > COMPILING:
+            return (
+                f"not tried: compiling others has taken {compiled:.1f} s, and {COMPILING:g} s are allowed for a fusion"
+            )
+        return ""
 
     def _prepared(self, candidate: Candidate, inputs: Sequence[Any], out: Any) -> str:
         """Get a candidate ready for timed runs. Return the reason if a rank cannot do this, else an empty text."""
@@ -298,7 +307,10 @@ class Trial:
                 allocated = max((plan.unrolled.memory[0] for plan in executor.plans.values()), default=0)
                 torch.empty(allocated, dtype=torch.uint8, device="cuda")
 
-        if problem := self._attempted(prepare):
+        problem, seconds = self._attempted(prepare)
+        self.ranges.compiling.setdefault(candidate.kernels, []).append(seconds)
+        self.progress.compiling += seconds
+        if problem:
             self._warn(candidate, problem)
         if not best.plans:  # each call would release the memory of the other candidate
             problem = problem or f"HOSTIR_SYMMETRIC_LIMIT has no room for it beside '{self.progress.best}'"
@@ -308,8 +320,12 @@ class Trial:
             self._begin(candidate, inputs, out)
         return problem
 
-    def _attempted(self, work: Callable[[], object]) -> str:
-        """Do work that all ranks do together. Return the reason if a rank cannot do it, else an empty text."""
+    def _attempted(self, work: Callable[[], object]) -> tuple[str, float]:
+        """Do work that all ranks do together.
+
+        Return the reason if a rank cannot do it, else an empty text, and the seconds that the slowest rank takes.
+        """
+        began = time.monotonic()
         problem = ""
         try:
             work()
@@ -319,7 +335,8 @@ class Trial:
             if self.session is not None and self.session.groups.abandoned:  # a call has failed on a rank
                 raise
             problem = headline(refusal)
-        return next(filter(None, self._exchange(problem)), "")
+        problems, seconds = zip(*self._exchange([problem, time.monotonic() - began]), strict=True)
+        return next(filter(None, problems), ""), max(seconds)
 
     def _drop_losers(self) -> None:
         """Release the memory of all candidates except the best. All ranks call this, and none uses the memory now."""
@@ -372,7 +389,7 @@ class Trial:
         """End the trial: its winner is the choice for the range."""
         self.runs.clear()
         self.execute(self.progress.best).unbind()
-        self.progress.done = True
+        self.progress.done, self.progress.seconds = True, time.monotonic() - self.began
         self._publish()
 
     def _publish(self) -> None:

@@ -482,6 +482,53 @@ def a_failure_that_one_rank_has_while_it_plans_is_a_reason() -> None:
         assert reasons.count("OutOfMemoryError: no memory left") == 3, reasons
 
 
+class Clock:
+    """A clock in the place of `time` that stands still, except when a test moves it."""
+
+    perf_counter = staticmethod(time.perf_counter)
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@case
+def compiling_for_a_fusion_is_limited_and_reported_apart() -> None:
+    honest, clock = RankExecutor.prepare, Clock()
+
+    def slow(self: RankExecutor, inputs: Sequence[Any], out: Any) -> None:
+        honest(self, inputs, out)
+        clock.now += 7.0 if RANK == 1 else 1.0
+
+    with (
+        times({"ring": 100.0}),
+        mock.patch.object(RankExecutor, "prepare", slow),
+        mock.patch.object(trials, "time", clock),
+    ):
+        executor = hi.compile(rows(name="compiling"), tune=2)
+        for _ in range(3):
+            call(executor)
+        assert taken(executor)[1] == "measured"
+        choice = executor.choice.choice({"M": 64})
+        assert len(choice.timings) == 3  # the champion, and two challengers of 7 s each
+        reasons = [it.reason for it in choice.impossible if it.candidate.strategy in STRATEGIES]
+        assert reasons == ["not tried: compiling others has taken 14.0 s, and 20 s are allowed for a fusion"]
+        assert choice.notes[-1].startswith("its trial took ")
+        assert choice.notes[-1].endswith(" s, of which compiling took 14.0 s")
+        call(executor, 1024)  # another range of the same fusion
+        assert all(
+            "compiling others" in it.reason
+            for it in executor.choice.choice({"M": 1024}).impossible
+            if it.candidate.strategy in STRATEGIES
+        )
+        assert taken(executor, 1024)[1] == "estimated"
+        other = hi.compile(rows(name="another"), tune=2)
+        call(other)
+        assert len(other.choice.choice({"M": 64}).timings) == 3
+
+
 def summed(name: str) -> hi.Fusion:
     """Return a matmul with an all-reduce. `fused` and `ring` divide M, other strategies do not."""
     with hi.Fusion(name) as fusion:
@@ -516,7 +563,7 @@ def sizes_that_do_not_fit_a_candidate_run_another() -> None:
 
 @case
 def a_sequential_candidate_that_was_not_tried_runs_the_sizes_that_fit_no_other() -> None:
-    honest = trials.Trial._too_slow
+    honest = trials.Trial._too_long
 
     def too_slow(self: trials.Trial, challenger: Candidate) -> str:
         return "too slow" if challenger.strategy == "sequential" else honest(self, challenger)
@@ -526,7 +573,7 @@ def a_sequential_candidate_that_was_not_tried_runs_the_sizes_that_fit_no_other()
 
     with (
         times({"fused": 100.0}),
-        mock.patch.object(trials.Trial, "_too_slow", too_slow),
+        mock.patch.object(trials.Trial, "_too_long", too_slow),
         mock.patch.object(Ranges, "rivals", without_push),
     ):
         executor = hi.compile(summed("left_out"), tune=2)
