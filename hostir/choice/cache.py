@@ -112,9 +112,26 @@ def key_of(fusion: Program, sizes: Mapping[str, int], platform: Platform) -> dic
 
 
 def path_of(key: Mapping[str, Any]) -> Path:
-    """Return the path of the file with the measurements of a key."""
+    """Return the path of the file with the measurements of a key. Its name begins with `_prefix`."""
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:20]
-    return folder() / f"{digest}.json"
+    return folder() / f"{_prefix(key)}-{digest}.json"
+
+
+def _prefix(key: Mapping[str, Any]) -> str:
+    """Return the beginning of the names of the files of a fusion, for all sizes and platforms."""
+    return str(key.get("fusion", "machine"))[:16]
+
+
+def sizes_of(fusion: Program, platform: Platform) -> list[dict[str, int]]:
+    """Return the sizes for which there are files with measurements of a fusion on a platform."""
+    key = json.loads(json.dumps(key_of(fusion, {}, platform)))
+
+    def parse(data: dict[str, Any]) -> dict[str, int] | None:
+        sizes = {str(name): int(size) for name, size in data["key"]["sizes"].items()}
+        return sizes if {**data["key"], "sizes": {}} == key else None
+
+    files = sorted(folder().glob(f"{_prefix(key)}-*.json"))
+    return [sizes for path in files if (sizes := _parsed(path, parse)) is not None]
 
 
 def read(key: Mapping[str, Any]) -> Entries:
@@ -129,15 +146,23 @@ def read_times(key: Mapping[str, Any]) -> Mapping[str, float]:
 
 def _read(key: Mapping[str, Any], parse: Callable[[dict[str, Any]], T]) -> T | None:
     """Return what `parse` makes of the file of a key; None if the file does not exist or cannot be used."""
-    path = path_of(key)
+
+    def checked(data: dict[str, Any]) -> T:
+        if data["key"] != json.loads(json.dumps(key)):
+            raise _UnusableError("its measurements are for something else")
+        return parse(data)
+
+    return _parsed(path_of(key), checked)
+
+
+def _parsed(path: Path, parse: Callable[[dict[str, Any]], T]) -> T | None:
+    """Return what `parse` makes of a file. If the file cannot be used, warn once and return None."""
     try:
         if path.exists() and not path.is_file():  # reading a FIFO or a device may never end
             raise _UnusableError("it is not a regular file")
         data = json.loads(path.read_text(encoding="utf-8"))
         if data["format"] != FORMAT:
             raise _UnusableError(f"it has format {data['format']}, not {FORMAT}")
-        if data["key"] != json.loads(json.dumps(key)):
-            raise _UnusableError("its measurements are for something else")
         return parse(data)
     except FileNotFoundError:
         return None

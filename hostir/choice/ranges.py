@@ -295,11 +295,10 @@ def key(sizes: Mapping[str, int]) -> str:
 
 
 def _encoded(ranges: Ranges) -> dict[str, Any]:
-    """Return the measurements in this process's cache and the choice for the largest sizes, as a JSON object.
-
-    The measurements are those for the sizes for which choices are made.
-    """
-    measured = {key(sizes): ranges.decider.measurements(sizes) for sizes in ranges.representatives}
+    """Return the measurements in this process's cache and the choice for the largest sizes, as a JSON object."""
+    decider = ranges.decider
+    known = cache.sizes_of(decider.program, decider.platform)
+    measured = {key(sizes): decider.measurements(sizes) for sizes in known}
     rows = {
         name: [(list(asdict(candidate).values()), list(asdict(entry).values())) for candidate, entry in entries.items()]
         for name, entries in measured.items()

@@ -305,3 +305,20 @@ def test_ranges_are_shown_as_a_table_and_as_data() -> None:
     assert data["free"] == ["M"]
     assert Choice.from_json(data["ranges"][0]["choice"]) == every.ranges[0].choice
     assert str(every).count("\n") == len(every.ranges)
+
+
+def test_the_sizes_with_measurements_of_a_fusion_are_listed() -> None:
+    fusion, platform = layer().program(), reference(H200, 2)
+    other = reference(H200, 4)
+    assert cache.sizes_of(fusion, platform) == []
+    for sizes in ({"M": 64, "K": 32}, {"M": 128, "K": 32}):
+        cache.write(cache.key_of(fusion, sizes, platform), "p", {Candidate("ring", 1, "triton"): Entry("d1", 12.5)})
+    cache.write(
+        cache.key_of(fusion, {"M": 256, "K": 32}, other), "p", {Candidate("ring", 1, "triton"): Entry("d1", 12.5)}
+    )
+    assert sorted(sizes["M"] for sizes in cache.sizes_of(fusion, platform)) == [64, 128]
+    assert [sizes["M"] for sizes in cache.sizes_of(fusion, other)] == [256]
+    damaged = cache.path_of(cache.key_of(fusion, {"M": 64, "K": 32}, platform))
+    damaged.write_text("[]")
+    with pytest.warns(cache.CacheWarning, match="it is damaged"):
+        assert [sizes["M"] for sizes in cache.sizes_of(fusion, platform)] == [128]

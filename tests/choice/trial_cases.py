@@ -44,7 +44,7 @@ def case(function: Callable[[], None]) -> Callable[[], None]:
     return function
 
 
-def rows(k: int = 32, name: str = "rows", m: int | str = "M") -> hi.Fusion:
+def rows(k: int | str = 32, name: str = "rows", m: int | str = "M") -> hi.Fusion:
     with hi.Fusion(name) as fusion:
         a, b = hi.tensor("a", [m, k], "f32"), hi.tensor("b", [k, 16], "f32")
         c = a @ b
@@ -180,6 +180,20 @@ def ranges_are_tried_apart_and_sizes_of_one_range_together() -> None:
 
 
 @case
+def a_started_call_runs_what_a_trial_of_plain_calls_has_measured() -> None:
+    with times({"ring": 100.0}):
+        executor = hi.compile(rows(name="started"), tune=2)
+        a, b = torch.randn(64 // SIZE, 32), torch.randn(32, 16)
+        executor.start(a, b).wait()
+        assert taken(executor) == ("ring", "measured")
+        assert set(CALLED) == set(STRATEGIES)
+        CALLED.clear()
+        executor.start(a, b).wait()
+        call(executor)
+        assert CALLED == ["ring"] * 2
+
+
+@case
 def executors_whose_calls_alternate_are_tried_at_once() -> None:
     with times({"fused": 100.0}):
         both = [hi.compile(rows(name="twice"), tune=2) for _ in range(2)]
@@ -216,6 +230,35 @@ def the_next_executor_uses_the_measurements() -> None:
         assert taken(off) == ("push", "measured")
         eager = hi.compile(rows(name="kept"), calls="eager", tune=0)  # its calls were not measured
         assert taken(eager)[1] == "estimated"
+
+
+@case
+def measurements_for_several_free_sizes_are_used_by_the_next_executor() -> None:
+    with times({"push": 100.0}):
+        executor = hi.compile(rows("K", name="two_free"), tune=2)
+        for m, k in ((64, 32), (256, 64)):
+            call(executor, m, k)
+        CALLED.clear()
+        executor = hi.compile(rows("K", name="two_free"), tune=2)
+        for m, k in ((64, 32), (72, 32), (256, 64)):
+            call(executor, m, k)
+            assert executor.choice.choice({"M": m, "K": k}).source == "measured"
+        assert CALLED == ["push"] * 3, CALLED
+        call(executor, 64, 128)  # another range
+        assert set(CALLED) == set(STRATEGIES)
+
+
+@case
+def all_sizes_of_a_range_are_tried_in_its_first_call() -> None:
+    with times({"ring": 100.0}):
+        executor = hi.compile(rows(name="one_call"), tune=2)
+        call(executor, 64)
+        assert taken(executor) == ("ring", "measured")
+        CALLED.clear()
+        for m in range(48, 96, 2 * SIZE):
+            call(executor, m)
+        assert set(CALLED) == {"ring"}
+        assert len(CALLED) == len(range(48, 96, 2 * SIZE))
 
 
 @case
