@@ -30,8 +30,10 @@ class RangedExecutor(Executor):
     """Runs a fusion for which `auto` chooses. Each call runs the program that is chosen for its sizes.
 
     The executor of a candidate is made when a call first needs it. Before the first call of a range of sizes, a `Trial`
-    may run several candidates. If this object lacks an attribute, the attribute is looked up in `current`, the executor
-    of the latest call.
+    may run several candidates. This holds for plain calls and for calls that are started asynchronously. A started call
+    runs the candidate that is the fastest in plain calls.
+
+    If this object lacks an attribute, the attribute is looked up in `current`, the executor of the latest call.
 
     Args:
         ranges: the choices for all sizes.
@@ -97,6 +99,7 @@ class RangedExecutor(Executor):
 
     @untraced
     def start(self, *inputs: Any, out: Any = None) -> Started:
+        # A trial times plain calls of the candidates, also for started calls: what these overlap has no fixed length.
         return self._for(inputs, out).start(*inputs, out=out)
 
     @untraced

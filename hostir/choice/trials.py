@@ -14,6 +14,9 @@ contain no delays of the host. The time of the host is measured separately, in c
 candidate is the time of the device; if the host takes longer, half of the difference is added. This lies between the
 cost of replays, for which the host hardly counts, and the cost of calls for which the device must wait.
 
+Calls that are started asynchronously run the candidate that is the fastest in plain calls. Their time is not measured,
+because it depends on the work that they overlap.
+
 If a challenger cannot be planned, or if a call of it fails on a rank, all ranks leave it out, and rank 0 warns. After
 a failed call the other ranks may wait for the rest of the call. So all ranks renew their shared state, as they do after
 any call that ended midway. The trial goes on, and the caller gets no error. If the champion fails, or if an interrupt
