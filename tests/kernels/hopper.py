@@ -297,6 +297,7 @@ def hopper() -> Iterator[Hopper]:
         *((torch.cuda, name, lambda *_, **__: nothing) for name in ("Stream", "Event", "default_stream")),
         *((torch.cuda, name, lambda *_: nothing) for name in ("current_stream", "synchronize", "mem_get_info")),
         *((torch.cuda, name, lambda *_: None) for name in ("set_stream", "_sleep")),
+        (torch._C, "_cuda_getDevice", lambda: 0),
         (torch._C, "_cuda_getCurrentRawStream", lambda index: 0),
         (streams, "new_stream", lambda device, priority: nothing),
         (streams, "_known", {}),

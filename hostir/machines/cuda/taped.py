@@ -187,7 +187,7 @@ class TapedRun:
         registers, streams, device = self.plan.registers, self.streams, self.plan.machine.device
 
         def step() -> None:
-            if torch.cuda.current_device() != device.index:  # in a new thread it may be another one
+            if torch._C._cuda_getDevice() != device.index:  # in a new thread it may be another one
                 with torch.cuda.device(device):
                     return step()
             bind_thread(device)

@@ -106,9 +106,9 @@ def flat_types(types: Sequence[Any]) -> list[str]:
 
 
 @pytest.fixture
-def gpu(module: Any, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hopper]:
+def gpu(module: Any, driver: FakeDriver) -> Iterator[Hopper]:
     """A Hopper GPU whose driver is the fake one."""
-    with hopper() as hopper_gpu:
+    with hopper() as hopper_gpu, pytest.MonkeyPatch.context() as patch:  # undone before the fakes of `hopper`
         compile_ = hopper_gpu.compile
 
         def compiled(function: Any, key: str, signature: Any, *rest: Any) -> Any:
@@ -123,19 +123,19 @@ def gpu(module: Any, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Ite
 
         hopper_gpu.compile = compiled  # type: ignore[method-assign]
         for name, method in launched_by(driver, module).items():
-            monkeypatch.setattr(devices.Compiled, name, method)
+            patch.setattr(devices.Compiled, name, method)
         for where in (cuda_driver, copies):
-            monkeypatch.setattr(where, "cuda_driver", lambda: driver.library)
+            patch.setattr(where, "cuda_driver", lambda: driver.library)
         for where in (blocks, credits, flags):
-            monkeypatch.setattr(where, "in_batches", cuda_driver.in_batches)
-        monkeypatch.setattr(copies, "StridedCopy", StridedCopy)
-        monkeypatch.setattr(Event, "library", driver.library)
-        monkeypatch.setattr(torch.cuda, "Event", Event)
-        monkeypatch.setattr(torch.cuda, "default_stream", lambda device: Current.stream)
-        monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(Current, "stream", stream))
-        monkeypatch.setattr(machine, "current", lambda device: CALLERS[0])
-        monkeypatch.setattr(streams, "new_stream", lambda device, priority: Stream())
-        monkeypatch.setattr(parameters, "tensor_map", lambda address: struct.pack("<16Q", address, *[0] * 15))
+            patch.setattr(where, "in_batches", cuda_driver.in_batches)
+        patch.setattr(copies, "StridedCopy", StridedCopy)
+        patch.setattr(Event, "library", driver.library)
+        patch.setattr(torch.cuda, "Event", Event)
+        patch.setattr(torch.cuda, "default_stream", lambda device: Current.stream)
+        patch.setattr(torch.cuda, "set_stream", lambda stream: setattr(Current, "stream", stream))
+        patch.setattr(machine, "current", lambda device: CALLERS[0])
+        patch.setattr(streams, "new_stream", lambda device, priority: Stream())
+        patch.setattr(parameters, "tensor_map", lambda address: struct.pack("<16Q", address, *[0] * 15))
         yield hopper_gpu
 
 
@@ -328,6 +328,7 @@ def test_native_code_runs_on_the_plans_device_even_if_another_one_is_current_and
         yield
         indices.pop()
 
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: indices[-1])
     monkeypatch.setattr(torch.cuda, "current_device", lambda: indices[-1])
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(devices, "INTERPRETED", True)
