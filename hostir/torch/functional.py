@@ -211,7 +211,7 @@ def column_parallel_linear(
     elif fp8:
         products = float8.column_linear(x, weights, axis, name)
     else:
-        keeps = torch.is_grad_enabled() and any(w.requires_grad for w in weights)
+        keeps = torch.is_grad_enabled() and True in [w.requires_grad for w in weights]
         _, products = gather.all_gather_matmul.call([x, *weights], x, weights, axis, name, keeps, True)
     if bias is not None:
         products = [y if b is None else y + b.to(y.dtype) for y, b in zip(products, biases, strict=True)]

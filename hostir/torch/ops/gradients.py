@@ -8,7 +8,6 @@ return lists of tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
 from typing import Any, NoReturn
 
 import torch
@@ -56,16 +55,17 @@ class Recording:
         formula: the operator's backward and set-up functions.
         run: a function that computes the results.
         args: the arguments of the call.
+        flat: the arguments, with lists replaced by their items.
         counts: for each argument, its length if it is a list, otherwise None.
         results: the same for each result. The call sets this field. It stays None if the result is a tensor.
         several: True if `run` returns a tuple of results. The call sets this field.
     """
 
-    __slots__ = ("args", "counts", "formula", "results", "run", "several")
+    __slots__ = ("args", "counts", "flat", "formula", "results", "run", "several")
 
     def __init__(self, formula: Gradients, run: Callable[[], Any], args: Sequence[Any]) -> None:
         self.formula, self.run, self.args = formula, run, args
-        self.counts = [len(x) if type(x) is list else None for x in args]
+        self.flat, self.counts = flattened(args)
         self.results: list[int | None] | None = None
         self.several = False
 
@@ -85,9 +85,9 @@ class Recorded(torch.autograd.Function):
         if type(result) is Tensor:
             return result
         call.several = isinstance(result, tuple)
-        results = result if call.several else (result,)
-        ctx.outputs = call.results = [len(x) if type(x) is list else None for x in results]
-        return tuple(flattened(results))
+        flat_results, call.results = flattened(result if call.several else (result,))
+        ctx.outputs = call.results
+        return tuple(flat_results)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -98,21 +98,34 @@ class Recorded(torch.autograd.Function):
         finally:
             ctx.needs_input_grad = needed  # restore it for another backward pass through this node
         lists = zip(results, ctx.inputs, strict=True)
-        return None, *flattened([x if x is not None or n is None else [None] * n for x, n in lists])
+        return None, *flattened([x if x is not None or n is None else [None] * n for x, n in lists])[0]
 
 
-def flattened(values: Sequence[Any]) -> list[Any]:
-    """Return the values as one list, in which lists are replaced by their items."""
+def flattened(values: Sequence[Any]) -> tuple[list[Any], list[int | None]]:
+    """Return the values as one list, in which lists are replaced by their items; and the length of each list.
+
+    For a value that is not a list, the length is None.
+    """
     flat: list[Any] = []
+    counts: list[int | None] = []
     for x in values:
-        flat += x if type(x) is list else (x,)
-    return flat
+        if type(x) is list:
+            flat += x
+            counts += (len(x),)
+        else:
+            flat += (x,)
+            counts += (None,)
+    return flat, counts
 
 
 def nested(flat: Sequence[Any], counts: Sequence[int | None]) -> list[Any]:
-    """Undo `flattened`: return the values. `counts` has the length of each value that is a list, otherwise None."""
-    left = iter(flat)
-    return [next(left) if count is None else list(islice(left, count)) for count in counts]
+    """Undo `flattened`: return the values."""
+    values, begin = list[Any](), 0
+    for count in counts:
+        end = begin + (1 if count is None else count)
+        values += (flat[begin] if count is None else [*flat[begin:end]],)
+        begin = end
+    return values
 
 
 def register_gradients(name: str, formula: Gradients, library: Any, kernel: Callable[..., Any]) -> Record:
@@ -135,7 +148,7 @@ def register_gradients(name: str, formula: Gradients, library: Any, kernel: Call
 
     def record(run: Callable[[], Any], args: Sequence[Any]) -> Any:
         call = Recording(formula, run, args)
-        flat = apply(call, *flattened(args))
+        flat = apply(call, *call.flat)
         if call.results is None:
             return flat
         results = nested(flat, call.results)

@@ -169,9 +169,7 @@ def _filled(template: Any, outputs: Sequence[Tensor]) -> Any:
     if type(template) is FirstView:
         x, layout = outputs[template.of], template.layout
         return x if layout is None else x.as_strided(layout[0], layout[1])
-    if template is None:
-        return None
-    return type(template)([_filled(x, outputs) for x in template])
+    return type(template)([None if x is None else _filled(x, outputs) for x in template])
 
 
 def key_of(
