@@ -43,7 +43,6 @@ from examples import patterns
 from hostir.call.parts import shard
 from hostir.call.random import random_inputs
 from hostir.check import verify
-from hostir.choice.trials import MOST_CALLS
 from hostir.ir import parse
 from hostir.job.session import Session, session
 from hostir.torch import column_parallel_linear, install, row_parallel_linear
@@ -296,8 +295,7 @@ def layers(joined: Session, repeats: int) -> list[dict[str, Any]]:
             wrapped = partial(trained, dy=dy) if mode == "with backward" else lambda layer, x, w: layer(x, w)
             with torch.set_grad_enabled(mode in ("recorded", "with backward")):
                 call = partial(wrapped, called, x, weight)
-                for _ in range(MOST_CALLS + 1):
-                    call()
+                call()
                 ours, by_hand = (timed(work, repeats, settle) for work in (call, partial(wrapped, hand, x, weight)))
                 row = {"what": f"{name}, {mode}", "ours us": ours, "by hand us": by_hand, "ratio": ours / by_hand}
                 # Autograd's thread of the GPU calls functions, too, which are not counted.

@@ -44,7 +44,7 @@ from hostir.choice.cost import tasks_of
 from hostir.choice.hardware import Hardware, hardware_of
 from hostir.choice.simulation import GRAPH, estimates
 from hostir.lower import STRATEGIES, lower
-from hostir.lower.strategies import fusion_of
+from hostir.lower.strategies import BY, fusion_of
 
 RESULTS = Path(__file__).parent / "results"
 MEASURED = 4  # number of the lowest estimates that would be measured
@@ -152,7 +152,8 @@ def estimates_of(row: Result, hardware: Hardware) -> dict[str, dict[str, float]]
     several = {int(name.split()[1]) for name in row["times"] if " slices " in name}
     for slices in sorted({1, *several}):
         fusion = fusion_of(FUSIONS[row["kind"]](row, slices))
-        for strategy, streams in [(name, n) for name, s in STRATEGIES.items() for n in s.stream_counts]:
+        known = [(name, n) for name, s in STRATEGIES.items() for n in s.stream_counts]
+        for strategy, streams in [*known, *((name, 1) for name in BY.values())]:
             names = {kernels: str(Variant(strategy, kernels, slices, streams)) for kernels in KERNELS}
             if measured := {kernels: name for kernels, name in names.items() if name in row["times"]}:
                 tasks = tasks_of(lower(fusion, strategy, streams), {})

@@ -47,7 +47,7 @@ from hostir.job.links import MisalignedError, headline
 from hostir.job.session import Session
 
 WARM = {"cpu": 1, "cuda": 4}  # untimed calls; on CUDA, native code or a CUDA graph issues calls from the fourth on
-ROUNDS = {"cpu": 5, "cuda": 9}  # timed runs of each candidate in a duel
+ROUNDS = {"cpu": 5, "cuda": 15}  # timed runs of each candidate in a duel
 ISSUED = 7  # calls on CUDA for which the time of the host is measured
 COMPILING = 20.0  # seconds that all trials of a fusion together may take to plan and compile challengers
 PATIENCE = 600.0  # seconds that ranks wait for a rank that compiles kernels of a candidate
