@@ -45,6 +45,7 @@ from hostir.choice.ranges import Ranges, key
 from hostir.ir.source import HostIRError, warn_once
 from hostir.job.links import MisalignedError, headline
 from hostir.job.session import Session
+from hostir.kernels.pools import outside_pools
 
 WARM = {"cpu": 1, "cuda": 4}  # untimed calls; on CUDA, native code or a CUDA graph issues calls from the fourth on
 ROUNDS = {"cpu": 5, "cuda": 15}  # timed runs of each candidate in a duel
@@ -308,7 +309,8 @@ class Trial:
             executor.prepare(inputs, out)
             if self.device == "cuda":  # a call must not fail on this rank while the others run it
                 allocated = max((plan.unrolled.memory[0] for plan in executor.plans.values()), default=0)
-                torch.empty(allocated, dtype=torch.uint8, device="cuda")
+                here = torch.device("cuda", torch.cuda.current_device())
+                outside_pools(here, lambda: torch.empty(allocated, dtype=torch.uint8, device=here).data_ptr())
 
         problem, seconds = self._attempted(prepare)
         self.ranges.compiling.setdefault(candidate.kernels, []).append(seconds)
