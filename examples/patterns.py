@@ -421,6 +421,26 @@ PATTERNS = (
 NORMED = (attention_output,)  # nvFuser's form has no statement for it
 
 
+def batched_mlp(ranks: int = 4, S: int = 4, M: int = 64, K: int = 64, H: int = 128, dtype: str = "f32") -> hi.Fusion:
+    """`mlp` of S experts with M rows each, and weights for each expert: one expert is one slice of the pipeline."""
+    with hi.Fusion("batched_mlp") as fusion:
+        x = hi.tensor("x", [S, M, K], dtype)
+        w1 = hi.tensor("w1", [S, K, H], dtype)
+        w2 = hi.tensor("w2", [S, H, K], dtype)
+        y = hi.silu(x @ w1) @ w2
+        fusion.output(y)
+    mesh = hi.DeviceMesh(range(ranks))
+    x.shard(1, mesh)
+    w1.shard(2, mesh)
+    w2.shard(1, mesh)
+    y.shard(1, mesh)
+    y.axis(0).parallelize(Stream)
+    return fusion
+
+
+EXPERTS = (batched_mlp,)  # mixture of experts
+
+
 def _scale_shapes(scales: str, rows: list[int], K: int, N: int) -> tuple[list[int], list[int]]:
     """Return the shapes of both sides' scales: one for the `tensor`, for `rows` and columns, or for `blocks`."""
     return {
@@ -565,7 +585,7 @@ SCALED = (  # fp8: other dtypes and sizes than the patterns above
 
 def main() -> None:
     """Print a line for each pattern: its streams and communications."""
-    for pattern in (*PATTERNS, *NORMED, *SCALED):
+    for pattern in (*PATTERNS, *NORMED, *EXPERTS, *SCALED):
         program = hi.lower(pattern())
         words = [s.keyword() for s in program.walk()]
         moves = [

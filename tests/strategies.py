@@ -265,6 +265,7 @@ def _computation(draw: Draw, plan: Plan) -> hi.Tensor:
     operations = [
         "matmul",
         "matmul",
+        "batched",
         "linear",
         "row parallel",
         "add",
@@ -282,6 +283,8 @@ def _computation(draw: Draw, plan: Plan) -> hi.Tensor:
         square = [t for t in plan.tensors if len(t.shape) == 2 and t.shape[0] == shape[-1] and t.dtype == x.dtype]
         right = draw(st.sampled_from(square)) if square and draw(st.booleans()) else None
         return x @ (right or plan.input([shape[-1], columns], dtype))
+    if operation == "batched":
+        return x @ plan.input([*shape[:-2], shape[-1], columns], dtype)
     if operation == "row parallel":
         left, right = plan.input([*shape[:-1], Size(16)], dtype), plan.input([Size(16), columns], dtype)
         plan.summed.append((left, right, left @ right))

@@ -30,7 +30,7 @@ def weight_gradient(ranks: int = 4, M: int | str = "M", K: int = 24, N: int = 48
     return fusion
 
 
-PATTERNS: tuple[Callable[..., hi.Fusion], ...] = (*patterns.PATTERNS, weight_gradient)
+PATTERNS: tuple[Callable[..., hi.Fusion], ...] = (*patterns.PATTERNS, *patterns.EXPERTS, weight_gradient)
 
 
 def lowered(pattern: Callable[..., hi.Fusion], ranks: int, dtype: str = "f32") -> Iterator[tuple[Program, Program]]:

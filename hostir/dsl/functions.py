@@ -46,11 +46,16 @@ def tensor(name: str, shape: Sequence[SizeLike], dtype: Any = "bf16") -> Tensor:
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """Return the product `a[..., K] @ b[K, N]`, of shape `[..., N]`. It is also written `a @ b`.
 
+    If `b` has more than two axes, matrices are multiplied in pairs: `a[..., M, K] @ b[..., K, N]`, of shape
+    `[..., M, N]`. The leading axes of `a` and `b` are then equal.
+
     Operands and result have the same dtype. Sums are accumulated in f32, or in f64 if the operands are f64. Raises
-    HostIRError if the contracted sizes or the dtypes differ, or if `b` does not have two axes.
+    HostIRError if the contracted sizes, the leading axes or the dtypes differ, or if `b` has fewer than two axes.
     """
     span = user_span()
-    return apply(tensor_ops.Matmul, a=operand(a, span), b=operand(b, span))
+    left, right = operand(a, span), operand(b, span)
+    batched = len(right.tensor.axes) > 2
+    return apply(tensor_ops.BatchedMatmul if batched else tensor_ops.Matmul, a=left, b=right)
 
 
 def linear(a: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -147,6 +147,10 @@ class TensorOp(Statement):
         maps = self.maps()
         return all(CONTRACTED not in axes for axes in maps) and maps[operand] == tuple(range(len(self.out.tensor.axes)))
 
+    def keeps_axis(self, axis: int) -> bool:
+        """Return True if a slice of one element along an axis of the result must keep this axis, with extent 1."""
+        return False
+
     def options(self) -> dict[str, Any]:
         """Return the options of the kernel by name: the fields of the statement that are neither tensors nor flags."""
         return {n: getattr(self, n) for n, c in codecs_of(type(self)).items() if c not in VALUE_CODECS}
@@ -191,9 +195,15 @@ def same_dtype(op: Statement, values: Sequence[Value]) -> DType:
 def check_contracted(op: Statement, a: Value, b: Value, b_axis: int) -> None:
     """Raise if `b` is not a matrix, or if its axis `b_axis` has another extent than the last axis of `a`."""
     if len(b.tensor.axes) != 2:
-        raise op.fail(f"{b} has {len(b.tensor.axes)} axes", expected="a right side with 2 axes")
+        hint = "batched_matmul multiplies matrices in pairs" if len(b.tensor.axes) > 2 else ""
+        raise op.fail(f"{b} has {len(b.tensor.axes)} axes", expected="a right side with 2 axes", hint=hint)
     if not a.tensor.axes:
         raise op.fail(f"{a} has no axes", expected="a left side with at least 1 axis")
+    check_equal_terms(op, a, b, b_axis)
+
+
+def check_equal_terms(op: Statement, a: Value, b: Value, b_axis: int) -> None:
+    """Raise if the last axis of `a` and the axis `b_axis` of `b`, over which a product sums, have different extents."""
     k, other = a.tensor.shape[-1], b.tensor.shape[b_axis]
     if k != other:
         raise op.fail(
@@ -379,6 +389,9 @@ class Contraction(ByBlocks):
     def right_side(self) -> tuple[Value, int]:
         return self.operands[1], self.maps()[1].index(CONTRACTED)
 
+    def keeps_axis(self, axis: int) -> bool:
+        return axis == len(self.out.tensor.axes) - 1  # the columns
+
 
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
@@ -467,6 +480,44 @@ class Linear(Contraction):
         return ((*range(rows), CONTRACTED), (rows, CONTRACTED), (rows,))[: len(self.operands)]
 
 
+@statement
+@dataclass(frozen=True, eq=False, repr=False)
+class BatchedMatmul(TensorOp):
+    """`out[..., M, N] = a[..., M, K] @ b[..., K, N]`: a product of two matrices for each index of the leading axes.
+
+    The operands have equal leading axes, in any number. Sums are accumulated in f32, or in f64 if the operands are f64.
+
+    Example: %c: bf16[8, 16, 32] = batched_matmul %a: bf16[8, 16, 64], %b: bf16[8, 64, 32]
+    """
+
+    syntax = "batched_matmul {a}, {b} -> {out}"
+    contracts: ClassVar[bool] = True
+
+    a: Read
+    b: Read
+
+    def result(self) -> tuple[DType, tuple[Size, ...]]:
+        dtype, a, b = same_dtype(self, [self.a, self.b]), self.a.tensor.shape, self.b.tensor.shape
+        if len(a) < 2 or a[:-2] != b[:-2] or len(a) != len(b):
+            raise self.fail(
+                f"batches of matrices do not match: {self.a} is {self.a.type}, {self.b} is {self.b.type}",
+                expected="[..., M, K] and [..., K, N] with equal leading axes",
+            )
+        check_equal_terms(self, self.a, self.b, len(b) - 2)
+        return dtype, (*a[:-1], b[-1])
+
+    def maps(self) -> tuple[Map, ...]:
+        batch = range(len(self.a.tensor.axes) - 2)
+        return (*batch, len(batch), CONTRACTED), (*batch, CONTRACTED, len(batch) + 1)
+
+    @property
+    def right_side(self) -> tuple[Value, int]:
+        return self.b, len(self.b.tensor.axes) - 2
+
+    def keeps_axis(self, axis: int) -> bool:
+        return axis >= len(self.out.tensor.axes) - 2  # the rows and the columns
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Binary(TensorOp):
     """The base class of elementwise computations on two tensors.
@@ -493,6 +544,12 @@ class Binary(TensorOp):
     def maps(self) -> tuple[Map, ...]:
         shape = self.result()[1]
         return _broadcast(self.x, shape), _broadcast(self.y, shape)
+
+    def keeps_axis(self, axis: int) -> bool:
+        # The other operand has an axis at the same place or further out, and is broadcast along `axis`. Shapes are
+        # aligned at their last axes, so without `axis` the axes of that operand would be aligned with the wrong axes.
+        inner = len(self.out.tensor.axes) - 1 - axis
+        return any(axis not in map and len(map) > inner for map in self.maps())
 
 
 def _broadcast(value: Value, shape: Shape) -> Map:

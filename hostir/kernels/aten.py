@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from hostir.kernels.layout import rows
+from hostir.kernels.layout import collapse, rows
 from hostir.kernels.matmul.tiles import SCALE_BLOCK
 from hostir.kernels.scaled_library import scaled_by_library
 from hostir.kernels.scales import scaled_matmul_reference
@@ -52,6 +52,11 @@ def linear(out: torch.Tensor, a: torch.Tensor, weight: torch.Tensor, bias: torch
     `torch.nn.functional.linear` does the same.
     """
     _contract(out, a, weight.t(), bias)
+
+
+def batched_matmul(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """`out[..., M, N] = a[..., M, K] @ b[..., K, N]` for each index of the leading axes, rounded once."""
+    _contract(out, a, b, None)
 
 
 def add(out: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> None:
@@ -219,11 +224,11 @@ def quantize(out: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, *, dtype: 
 KERNELS: dict[str, Callable[..., None]] = {
     f.__name__: f
     for f in (
-        *(matmul, linear, add, mul, relu, gelu, silu, copy, cast, sum, rms_norm),
+        *(matmul, linear, batched_matmul, add, mul, relu, gelu, silu, copy, cast, sum, rms_norm),
         *(scale, offset, scaled_matmul, row_scales, largest, quantize),
     )
 }
-BY_CUBLAS = (matmul, linear, scaled_matmul)  # kernels that call cuBLAS
+BY_CUBLAS = (matmul, linear, batched_matmul, scaled_matmul)  # kernels that call cuBLAS
 
 
 def _contract(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -255,6 +260,9 @@ def _contract(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.T
 
 def _multiply(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> None:
     """Compute `out = a @ b (+ bias)` with torch's current settings."""
+    if b.ndim > 2:
+        _multiply_batches(out, a, b)
+        return
     if bias is None and out.is_contiguous() and _folds(a.shape, a.stride()):  # else torch.matmul may resize or fail
         torch.matmul(a, b, out=out)  # takes less host time than our views
         return
@@ -273,6 +281,21 @@ def _multiply(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.T
     else:
         for i, (out_part, a_part) in enumerate(zip(out, a, strict=True)):
             _multiply(out_part, a_part, b, bias if bias is None or bias.ndim == 1 else bias[i])
+
+
+def _multiply_batches(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Compute `out[..., M, N] = a[..., M, K] @ b[..., K, N]`. It is one product if the leading axes merge into one."""
+    lead = collapse(a.shape[:-2], *(t.stride()[:-2] for t in (out, a, b)))
+    if len(lead) > 1:
+        for parts in zip(out, a, b, strict=True):
+            _multiply_batches(*parts)
+        return
+    ((size, *strides),) = lead or [(1, 0, 0, 0)]
+    flat = [
+        t.as_strided((size, *t.shape[-2:]), (stride, *t.stride()[-2:]))
+        for t, stride in zip((out, a, b), strides, strict=True)
+    ]
+    torch.bmm(*flat[1:], out=flat[0])
 
 
 @functools.lru_cache(maxsize=1024)

@@ -8,7 +8,7 @@ from math import prod
 
 from hostir.ir.sharding import CONTRACTED, Map, flat_marks, place_marks
 from hostir.ir.sizes import Size
-from hostir.ir.tensor_ops import Add, Cast, Contraction, TensorOp
+from hostir.ir.tensor_ops import Add, Cast, TensorOp
 from hostir.ir.types import STREAM, Axis, Factor, Mesh, TensorType
 from hostir.ir.view_ops import Permute, Reshape, ViewStatement
 
@@ -122,7 +122,7 @@ class _Computation:
         if self.wanted.mesh is not None:
             axis = self.wanted.axis_on(mark)
             return axis if any(axis in m for m in self.maps) else None  # else the axis is gathered on each rank
-        first = (1, 0, 2) if isinstance(self.op, Contraction) else range(len(at))
+        first = (1, 0, 2) if self.op.contracts else range(len(at))
         leading = [i for i in first if i < len(at) and i not in self.op.following]
         return next((to for i in leading if (to := at[i]) is not None and to >= 0), None)
 

@@ -54,7 +54,7 @@ def originals() -> tuple[Program, ...]:
 
 
 def _lowered() -> Iterator[Program]:
-    for pattern in patterns.PATTERNS:
+    for pattern in (*patterns.PATTERNS, *patterns.EXPERTS):
         for ranks, slices in ((2, 2), (2, 3), (4, 2)):
             fusion = tiny(pattern, ranks, slices)
             yield hi.lower(fusion, "sequential")
