@@ -70,6 +70,8 @@ def of_single_ranks(source: Program) -> bool:
 
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
     """Return `|got - expected| / |expected|` in the Frobenius norm; NaN if a tensor holds NaN."""
+    if not expected.is_floating_point():
+        got, expected = got.double(), expected.double()
     difference = torch.linalg.vector_norm(got.to(expected.dtype) - expected)
     norm = torch.linalg.vector_norm(expected)
     return float(difference / norm) if norm else float(difference)
@@ -97,6 +99,8 @@ def bound(
             partial sums.
         exact: True if every step that leads to the result is in f64.
     """
+    if not plain.is_floating_point():  # integers are only moved
+        return 0.0
     chance = CHANCE * torch.finfo(dtype or plain.dtype).eps / sqrt(max(plain.numel(), 1))
     slack = chance + (64 * torch.finfo(torch.float64).eps if exact else torch.finfo(torch.float32).eps / 2)
     return (SLACK * relative_error(plain, expected) + slack) * sqrt(1 + sums)

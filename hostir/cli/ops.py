@@ -56,7 +56,8 @@ program @example(%a: bf16[4@didx, M], %b: bf16[4@dp, (2@tp 16)] on @grid) -> (%c
 | `streams 2` | the size of the pool of worker streams, `0` and `1`; if left out, there is only the caller's stream |
 
 **Types.** `bf16[8@didx, 128, 64]` is the whole tensor, with its first axis sharded in equal blocks over the mesh axis
-`didx`. Dtypes: {", ".join(f"`{name}`" for name in DTYPES)}.
+`didx`. Dtypes: {", ".join(f"`{name}`" for name in DTYPES)}. `i32` and `i64` hold indices, which are
+moved and viewed, and not computed with.
 
 | type | meaning |
 |---|---|

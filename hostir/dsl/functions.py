@@ -28,7 +28,8 @@ def tensor(name: str, shape: Sequence[SizeLike], dtype: Any = "bf16") -> Tensor:
         name: letters, digits and `_`, not starting with a digit.
         shape: the shape of the unsharded tensor. A size is an integer, a name that gets its value at run time ("M"), or
             a product or quotient of these ("M/8").
-        dtype: `f64`, `f32`, `f16`, `bf16`, `f8e4m3` or `f8e5m2`, or the torch dtype.
+        dtype: `f64`, `f32`, `f16`, `bf16`, `f8e4m3`, `f8e5m2`, `i32` or `i64`, or the torch dtype.
+            Integers are indices: nothing computes with them.
     """
     span = user_span()
     fusion = building(span)

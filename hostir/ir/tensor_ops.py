@@ -41,7 +41,7 @@ from hostir.ir.op import (
 from hostir.ir.sharding import ALONE, CONTRACTED, Map, join
 from hostir.ir.sizes import Division, Size, product
 from hostir.ir.source import HostIRError, did_you_mean
-from hostir.ir.types import DTYPES, FP8, DType, TensorType
+from hostir.ir.types import FLOATS, FP8, INTEGERS, DType, TensorType
 
 if TYPE_CHECKING:
     from hostir.ir.machine import Frame
@@ -59,6 +59,7 @@ class TensorOp(Statement):
     stand_ins: ClassVar[frozenset[str]] = frozenset()  # fields that replace a part of an operand
     followers: ClassVar[frozenset[str]] = frozenset()  # operands that take the sharding of the other operands
     takes_fp8: ClassVar[bool] = False  # True if operands may be fp8; most computations have no scales for fp8
+    takes_integers: ClassVar[bool] = False  # True if all operands may be integers, because nothing is computed
 
     out: Write
 
@@ -108,10 +109,27 @@ class TensorOp(Statement):
                 expected="operands in f64, f32, f16 or bf16",
                 hint="scaled_matmul multiplies fp8 with its scales; cast converts it to a wider dtype",
             )
+        if not self.takes_integers:
+            self._check_integers()
         (dtype, shape), declared = self.result(), self.out.tensor
         if declared.dtype != dtype or declared.shape != shape:
             gives = f"{dtype}[{', '.join(map(str, shape))}]"
             raise self.fail(f"{self.out} is {declared}, but {self.keyword()} gives {gives}", expected=gives)
+
+    def _check_integers(self) -> None:
+        """Raise unless the operands that hold indices are integers, and the other operands are not."""
+        indices = [operand.indices for operand in self.index_operands]
+        for value in self.operands:
+            dtype = value.tensor.dtype
+            if value in indices and dtype.name not in INTEGERS:
+                expected = f"indices in {' or '.join(INTEGERS)}"
+                raise self.fail(f"{value} holds indices, and is {dtype}", expected=expected)
+            if value not in indices and dtype.name in INTEGERS:
+                raise self.fail(
+                    f"{self.keyword()} cannot compute with {value}, which is {dtype}",
+                    expected="operands in f64, f32, f16 or bf16",
+                    hint="integers are indices, which can be copied, gathered and viewed",
+                )
 
     def verify_layout(self) -> None:
         check_one_mesh(self, [*self.operands, self.out])
@@ -689,6 +707,7 @@ class DenseCopy(Unary):
 
     syntax = "copy {x} -> {out}"
     takes_fp8: ClassVar[bool] = True
+    takes_integers: ClassVar[bool] = True
 
     def infer(self) -> TensorType:
         return self.x.tensor  # the copy of a partial sum is a partial sum
@@ -709,10 +728,11 @@ class Cast(Unary):
     dtype: Name
 
     def result(self) -> tuple[DType, tuple[Size, ...]]:
-        if self.dtype not in DTYPES:
-            expected, hint = f"one of: {', '.join(DTYPES)}", did_you_mean(self.dtype, DTYPES)
-            raise self.fail(f"unknown dtype '{self.dtype}'", expected=expected, hint=hint)
-        return DTYPES[self.dtype], self.x.tensor.shape
+        if self.dtype not in FLOATS:
+            problem = "cast cannot round to" if self.dtype in INTEGERS else "unknown dtype"
+            expected, hint = f"one of: {', '.join(FLOATS)}", did_you_mean(self.dtype, FLOATS)
+            raise self.fail(f"{problem} '{self.dtype}'", expected=expected, hint=hint)
+        return FLOATS[self.dtype], self.x.tensor.shape
 
     @property
     def exact(self) -> bool:

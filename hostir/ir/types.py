@@ -25,7 +25,9 @@ class DType:
 
 
 FP8 = {d.name: d for d in (DType("f8e4m3", 1), DType("f8e5m2", 1))}  # only with scales: see `scaled_matmul`
-DTYPES = {d.name: d for d in (DType("f64", 8), DType("f32", 4), DType("f16", 2), DType("bf16", 2))} | FP8
+INTEGERS = {d.name: d for d in (DType("i32", 4), DType("i64", 8))}  # only as indices: nothing computes with them
+FLOATS = {d.name: d for d in (DType("f64", 8), DType("f32", 4), DType("f16", 2), DType("bf16", 2))} | FP8
+DTYPES = FLOATS | INTEGERS
 FLAG = DType("flag", 8)  # only in host programs: signals set flags, and streams wait for them
 
 
