@@ -438,7 +438,34 @@ def batched_mlp(ranks: int = 4, S: int = 4, M: int = 64, K: int = 64, H: int = 1
     return fusion
 
 
-EXPERTS = (batched_mlp,)  # mixture of experts
+def expert_mlp(
+    ranks: int = 4, S: int = 4, M: int = 64, K: int = 64, H: int = 128, dtype: str = "f32", experts: int = 8
+) -> hi.Fusion:
+    """Tensor-parallel experts: each rank has a slice of every expert, and rows that are sorted by expert.
+
+    Each rank has S parts of M rows, sorted by expert, and the offsets of their groups. All ranks gather the rows and
+    the offsets, part by part. Partial sums of rows are scattered back to the ranks that the rows came from.
+    """
+    with hi.Fusion("expert_mlp") as fusion:
+        x = hi.tensor("x", [S, ranks, M, K], dtype)
+        offsets = hi.tensor("offsets", [S, ranks, experts + 1], "i32")
+        gate, up = hi.tensor("gate", [experts, K, H], dtype), hi.tensor("up", [experts, K, H], dtype)
+        down = hi.tensor("down", [experts, H, K], dtype)
+        h = hi.silu(hi.grouped_matmul(x, gate, offsets)) * hi.grouped_matmul(x, up, offsets)
+        y = hi.grouped_matmul(h, down, offsets)
+        fusion.output(y)
+    mesh = hi.DeviceMesh(range(ranks))
+    x.shard(1, mesh)
+    offsets.shard(1, mesh)
+    gate.shard(2, mesh)
+    up.shard(2, mesh)
+    down.shard(1, mesh)
+    y.shard(1, mesh)
+    y.axis(0).parallelize(Stream)
+    return fusion
+
+
+EXPERTS = (batched_mlp, expert_mlp)  # mixture of experts
 
 
 def _scale_shapes(scales: str, rows: list[int], K: int, N: int) -> tuple[list[int], list[int]]:

@@ -12,6 +12,7 @@ import torch
 import hostir as hi
 from examples import patterns
 from hostir.ir import HostIRError, Program
+from hostir.kernels.dtypes import undefined
 from hostir.lower import STRATEGIES
 
 WIDTHS = {"K": 24, "N": 48, "H": 48}  # divisible by 1, 2, 3, 4 and 8 ranks with 2 slices
@@ -81,5 +82,5 @@ LAYOUTS: Sequence[Callable[[torch.Tensor], torch.Tensor]] = (
 
 
 def _within(memory: torch.Tensor, x: torch.Tensor, where: Any) -> torch.Tensor:
-    view = memory.fill_(float("nan"))[where]
+    view = memory.fill_(undefined(memory.dtype))[where]
     return view.copy_(x)

@@ -37,6 +37,7 @@ from math import isfinite, sqrt
 import torch
 
 from hostir.ir.program import Program
+from hostir.ir.types import INTEGERS
 from hostir.kernels.dtypes import torch_dtype
 
 SLACK = 1.1
@@ -129,7 +130,8 @@ def compare(
     if summed:
         sums = (1 + sums) / (1 + reductions(program)) - 1
     computed = (s.computed for s in program.walk())
-    exact = all(v.tensor.dtype.name == "f64" for v in (*program.inputs, *computed) if v is not None)
+    dtypes = {v.tensor.dtype.name for v in (*program.inputs, *computed) if v is not None}
+    exact = dtypes - INTEGERS.keys() <= {"f64"}
     return [
         Comparison(v.name, relative_error(g, e), bound(p, e, sums, torch_dtype(v.tensor.dtype), exact=exact))
         for v, g, p, e in zip(program.outputs, got, plain, expected, strict=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 from hostir.dsl.fusion import apply, building, check_name, dtype_name, operand, sizes
 from hostir.dsl.tensors import SizeLike, Tensor
-from hostir.ir import comm_ops, scaled_ops, tensor_ops, view_ops
+from hostir.ir import comm_ops, expert_ops, scaled_ops, tensor_ops, view_ops
 from hostir.ir.sizes import product
 from hostir.ir.source import Span, described, did_you_mean, error, user_span
 from hostir.ir.types import DTYPES
@@ -113,6 +113,20 @@ def scaled_matmul(
         bias=None if bias is None else operand(bias, span),
         accumulate="fast" if fast else "",
     )
+
+
+def grouped_matmul(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
+    """Return the products of rows in groups with a matrix for each group, as in a mixture of experts.
+
+    Row t of the result is `x[t] @ w[e]` for `offsets[e] <= t < offsets[e + 1]`. Rows of no group become 0. The shapes
+    are `x[..., T, K]`, `w[E, K, N]`, `offsets[..., E + 1]` and, for the result, `[..., T, N]`. Sums are accumulated in
+    f32, or in f64 if the operands are f64.
+
+    Offsets are `i32` or `i64`, do not decrease, and lie between 0 and T. They are read on the device, when the kernel
+    runs. Raises HostIRError if the shapes or dtypes do not fit.
+    """
+    span = user_span()
+    return apply(expert_ops.GroupedMatmul, x=operand(x, span), w=operand(w, span), offsets=operand(offsets, span))
 
 
 SCALES = ("tensor", "rows", "blocks")

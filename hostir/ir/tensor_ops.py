@@ -110,26 +110,11 @@ class TensorOp(Statement):
                 hint="scaled_matmul multiplies fp8 with its scales; cast converts it to a wider dtype",
             )
         if not self.takes_integers:
-            self._check_integers()
+            check_integers(self)
         (dtype, shape), declared = self.result(), self.out.tensor
         if declared.dtype != dtype or declared.shape != shape:
             gives = f"{dtype}[{', '.join(map(str, shape))}]"
             raise self.fail(f"{self.out} is {declared}, but {self.keyword()} gives {gives}", expected=gives)
-
-    def _check_integers(self) -> None:
-        """Raise unless the operands that hold indices are integers, and the other operands are not."""
-        indices = [operand.indices for operand in self.index_operands]
-        for value in self.operands:
-            dtype = value.tensor.dtype
-            if value in indices and dtype.name not in INTEGERS:
-                expected = f"indices in {' or '.join(INTEGERS)}"
-                raise self.fail(f"{value} holds indices, and is {dtype}", expected=expected)
-            if value not in indices and dtype.name in INTEGERS:
-                raise self.fail(
-                    f"{self.keyword()} cannot compute with {value}, which is {dtype}",
-                    expected="operands in f64, f32, f16 or bf16",
-                    hint="integers are indices, which can be copied, gathered and viewed",
-                )
 
     def verify_layout(self) -> None:
         check_one_mesh(self, [*self.operands, self.out])
@@ -194,6 +179,22 @@ def check_one_mesh(op: Statement, values: Sequence[Value]) -> None:
             f"operands of {op.keyword()} lie on different meshes: {', '.join(sorted(meshes))}",
             hint="reshard one of them to the mesh of the other",
         )
+
+
+def check_integers(op: TensorOp) -> None:
+    """Raise unless the operands that hold indices are integers, and the other operands are not."""
+    indices = [operand.indices for operand in op.index_operands]
+    for value in op.operands:
+        dtype = value.tensor.dtype
+        if value in indices and dtype.name not in INTEGERS:
+            expected = f"indices in {' or '.join(INTEGERS)}"
+            raise op.fail(f"{value} holds indices, and is {dtype}", expected=expected)
+        if value not in indices and dtype.name in INTEGERS:
+            raise op.fail(
+                f"{op.keyword()} cannot compute with {value}, which is {dtype}",
+                expected="operands in f64, f32, f16 or bf16",
+                hint="integers are indices, which can be copied, gathered and viewed",
+            )
 
 
 def same_dtype(op: Statement, values: Sequence[Value]) -> DType:

@@ -12,11 +12,13 @@ of the operands.
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 
 import torch
 
+from hostir.kernels.grouped_library import grouped_by_library, takes_grouped, valid_offsets
 from hostir.kernels.layout import collapse, rows
 from hostir.kernels.matmul.tiles import SCALE_BLOCK
 from hostir.kernels.scaled_library import scaled_by_library
@@ -57,6 +59,27 @@ def linear(out: torch.Tensor, a: torch.Tensor, weight: torch.Tensor, bias: torch
 def batched_matmul(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """`out[..., M, N] = a[..., M, K] @ b[..., K, N]` for each index of the leading axes, rounded once."""
     _contract(out, a, b, None)
+
+
+def grouped_matmul(out: torch.Tensor, x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor) -> None:
+    """`out[..., t, :] = x[..., t, :] @ w[e]` for the rows t of group e; rows of no group become 0; rounded once.
+
+    `torch._grouped_mm` computes it if it supports the operands. Otherwise there is one product for each group, and the
+    host waits for the offsets. Raises HostIRError for offsets that decrease or lie outside the rows, except if
+    `torch._grouped_mm` computes the result: it limits such offsets to the rows.
+    """
+    if offsets.ndim > 1:
+        for out_part, x_part, offsets_part in zip(out, x, offsets, strict=True):
+            grouped_matmul(out_part, x_part, w, offsets_part)
+    elif takes_grouped(out, x, w):
+        grouped_by_library(out, x, w, offsets)
+    else:
+        begins = valid_offsets(offsets, len(x))
+        out[: begins[0]].zero_()
+        out[begins[-1] :].zero_()
+        for matrix, (begin, end) in zip(w, itertools.pairwise(begins), strict=True):
+            if begin < end:
+                _contract(out[begin:end], x[begin:end], matrix, None)
 
 
 def add(out: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> None:
@@ -224,11 +247,11 @@ def quantize(out: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, *, dtype: 
 KERNELS: dict[str, Callable[..., None]] = {
     f.__name__: f
     for f in (
-        *(matmul, linear, batched_matmul, add, mul, relu, gelu, silu, copy, cast, sum, rms_norm),
+        *(matmul, linear, batched_matmul, grouped_matmul, add, mul, relu, gelu, silu, copy, cast, sum, rms_norm),
         *(scale, offset, scaled_matmul, row_scales, largest, quantize),
     )
 }
-BY_CUBLAS = (matmul, linear, batched_matmul, scaled_matmul)  # kernels that call cuBLAS
+BY_CUBLAS = (matmul, linear, batched_matmul, grouped_matmul, scaled_matmul)  # kernels that call cuBLAS
 
 
 def _contract(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> None:
