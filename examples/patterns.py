@@ -465,7 +465,38 @@ def expert_mlp(
     return fusion
 
 
-EXPERTS = (batched_mlp, expert_mlp)  # mixture of experts
+def moe_layer(
+    ranks: int = 4, S: int = 2, M: int = 32, K: int = 64, H: int = 128, dtype: str = "f32", experts: int = 8, k: int = 2
+) -> hi.Fusion:
+    """A layer of tensor-parallel experts after the router, in which k experts compute each token.
+
+    Each rank has S parts of M tokens. All ranks gather the tokens and what the router says about them: `order` has the
+    token of each row, sorted by expert; `offsets` has the groups of rows; `back` has the rows of each token. The ranks
+    combine their partial sums before they scatter them, so that they send one row for each token.
+    """
+    with hi.Fusion("moe_layer") as fusion:
+        x = hi.tensor("x", [S, ranks, M, K], dtype)
+        order = hi.tensor("order", [S, ranks, f"{k}*{M}"], "i32")
+        offsets = hi.tensor("offsets", [S, ranks, experts + 1], "i32")
+        back, weights = hi.tensor("back", [S, ranks, M, k], "i32"), hi.tensor("weights", [S, ranks, M, k], dtype)
+        gate, up = hi.tensor("gate", [experts, K, H], dtype), hi.tensor("up", [experts, K, H], dtype)
+        down = hi.tensor("down", [experts, H, K], dtype)
+        rows = hi.permute_rows(x, order)
+        h = hi.silu(hi.grouped_matmul(rows, gate, offsets)) * hi.grouped_matmul(rows, up, offsets)
+        y = hi.combine_rows(hi.grouped_matmul(h, down, offsets), back, weights)
+        fusion.output(y)
+    mesh = hi.DeviceMesh(range(ranks))
+    for t in (x, order, offsets, back, weights, y):
+        t.shard(1, mesh)
+    gate.shard(2, mesh)
+    up.shard(2, mesh)
+    down.shard(1, mesh)
+    rows.set_device_mesh(mesh)  # so that tokens are gathered: they are fewer than rows
+    y.axis(0).parallelize(Stream)
+    return fusion
+
+
+EXPERTS = (batched_mlp, expert_mlp, moe_layer)  # mixture of experts
 
 
 def _scale_shapes(scales: str, rows: list[int], K: int, N: int) -> tuple[list[int], list[int]]:

@@ -129,6 +129,40 @@ def grouped_matmul(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
     return apply(expert_ops.GroupedMatmul, x=operand(x, span), w=operand(w, span), offsets=operand(offsets, span))
 
 
+def grouped_outer(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
+    """Return the sum of the outer products of the rows of each group: the gradient of the matrices of a grouped matmul.
+
+    Matrix e of the result is `x[rows of e]^T @ y[rows of e]`, for the rows from `offsets[e]` up to `offsets[e + 1]`; 0
+    for a group without rows. The shapes are `x[T, K]`, `y[T, N]`, `offsets[E + 1]` and, for the result, `[E, K, N]`.
+    With one leading axis in `x`, `y` and `offsets`, the sum is also over this axis. Dtypes and offsets are as in
+    `grouped_matmul`. Raises HostIRError if the shapes or dtypes do not fit.
+    """
+    span = user_span()
+    return apply(expert_ops.GroupedOuter, x=operand(x, span), y=operand(y, span), offsets=operand(offsets, span))
+
+
+def permute_rows(x: Tensor, index: Tensor) -> Tensor:
+    """Return the rows of `x[..., T, K]` in the order of `index[..., S]`. The shape is `[..., S, K]`.
+
+    Row s of the result is `x[index[s]]`. A row may occur any number of times. The index is `i32` or `i64`, from 0 to
+    T - 1, and is read on the device. Raises HostIRError if the shapes or dtypes do not fit.
+    """
+    span = user_span()
+    return apply(expert_ops.PermuteRows, x=operand(x, span), index=operand(index, span))
+
+
+def combine_rows(y: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """Return weighted sums of rows of `y[..., S, K]`, by `index[..., T, k]`. The shape is `[..., T, K]`.
+
+    Row t of the result is the sum over j of `weights[t, j] * y[index[t, j]]`. The weights have the shape of the index,
+    and the dtype of `y` or f32. The index is `i32` or `i64`, from 0 to S - 1, and is read on the device. Sums are
+    computed in f32 (in f64 if `y` is f64) and rounded once. Weighted sums of a partial sum are a partial sum, so ranks
+    reduce the combined rows. Raises HostIRError if the shapes or dtypes do not fit.
+    """
+    span = user_span()
+    return apply(expert_ops.CombineRows, y=operand(y, span), index=operand(index, span), weights=operand(weights, span))
+
+
 SCALES = ("tensor", "rows", "blocks")
 
 

@@ -120,6 +120,11 @@ class TensorOp(Statement):
         check_one_mesh(self, [*self.operands, self.out])
 
     @property
+    def linear_in(self) -> Value | None:
+        """The operand in which the computation is linear: if it is a partial sum, so is the result."""
+        return None
+
+    @property
     def computed(self) -> Value:
         return self.out
 

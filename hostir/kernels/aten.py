@@ -18,7 +18,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from hostir.kernels.grouped_library import grouped_by_library, takes_grouped, valid_offsets
+from hostir.kernels.grouped_library import (
+    grouped_by_library,
+    outer_by_library,
+    takes_grouped,
+    valid_index,
+    valid_offsets,
+)
 from hostir.kernels.layout import collapse, rows
 from hostir.kernels.matmul.tiles import SCALE_BLOCK
 from hostir.kernels.scaled_library import scaled_by_library
@@ -80,6 +86,67 @@ def grouped_matmul(out: torch.Tensor, x: torch.Tensor, w: torch.Tensor, offsets:
         for matrix, (begin, end) in zip(w, itertools.pairwise(begins), strict=True):
             if begin < end:
                 _contract(out[begin:end], x[begin:end], matrix, None)
+
+
+def grouped_outer(
+    out: torch.Tensor, x: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor, addend: torch.Tensor | None = None
+) -> None:
+    """`out[e] = sum of the outer products of x[t] and y[t] over the rows t of group e, + addend[e]`, rounded once.
+
+    With one leading axis, the sum is also over this axis. The addend may be `out` itself. `torch._grouped_mm` computes
+    the sums if it supports the operands. Otherwise the host waits for the offsets, and there is one product for each
+    group. Raises HostIRError for invalid offsets as `grouped_matmul` does.
+    """
+    sources = [(x, y, offsets)] if x.ndim == 2 else list(zip(x, y, offsets, strict=True))
+    wide = torch.promote_types(out.dtype, torch.float32)
+    total = out if len(sources) == 1 and addend is None else torch.zeros(out.shape, dtype=wide, device=out.device)
+    for x_rows, y_rows, begins in sources:
+        part = total if len(sources) == 1 and addend is None else torch.empty_like(total)
+        _outer(part, x_rows, y_rows, begins)
+        if part is not total:
+            total += part
+    if total is not out:
+        out.copy_(total if addend is None else total + addend)
+
+
+def _outer(out: torch.Tensor, x: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor) -> None:
+    """Compute `out[e] = x[rows of e]^T @ y[rows of e]` for each group e. The dtype of `out` may be wider."""
+    if takes_grouped(out, x.t(), y):
+        outer_by_library(out, x, y, offsets)
+        return
+    x, y = x.to(out.dtype), y.to(out.dtype)
+    for total, (begin, end) in zip(out, itertools.pairwise(valid_offsets(offsets, len(x))), strict=True):
+        if begin < end:
+            _contract(total, x[begin:end].t(), y[begin:end], None)
+        else:
+            total.zero_()
+
+
+def permute_rows(out: torch.Tensor, x: torch.Tensor, index: torch.Tensor) -> None:
+    """`out[..., s, :] = x[..., index[..., s], :]`.
+
+    Raises HostIRError for an index outside the rows, on a CPU. On a GPU, such an index is limited to the rows.
+    """
+    out.copy_(_rows_at(x, valid_index(index, x.shape[-2])))
+
+
+def combine_rows(out: torch.Tensor, y: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> None:
+    """`out[..., t, :] = sum over j of weights[..., t, j] * y[..., index[..., t, j], :]`, in this order, rounded once.
+
+    It is computed in f32 or better. An index outside the rows is treated as in `permute_rows`.
+    """
+    wide, index = torch.promote_types(out.dtype, torch.float32), valid_index(index, y.shape[-2])
+    total = torch.zeros(out.shape, dtype=wide, device=out.device)
+    for j in range(index.shape[-1]):
+        total += weights[..., j, None].to(wide) * _rows_at(y, index[..., j])
+    out.copy_(total)
+
+
+def _rows_at(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Return `x[..., index[..., s], :]` for each s."""
+    if x.ndim == 2:
+        return x.index_select(0, index)
+    return x.gather(-2, index[..., None].expand(*index.shape, x.shape[-1]))
 
 
 def add(out: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> None:
@@ -247,11 +314,12 @@ def quantize(out: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, *, dtype: 
 KERNELS: dict[str, Callable[..., None]] = {
     f.__name__: f
     for f in (
-        *(matmul, linear, batched_matmul, grouped_matmul, add, mul, relu, gelu, silu, copy, cast, sum, rms_norm),
+        *(matmul, linear, batched_matmul, add, mul, relu, gelu, silu, copy, cast, sum, rms_norm),
         *(scale, offset, scaled_matmul, row_scales, largest, quantize),
+        *(grouped_matmul, grouped_outer, permute_rows, combine_rows),
     )
 }
-BY_CUBLAS = (matmul, linear, batched_matmul, grouped_matmul, scaled_matmul)  # kernels that call cuBLAS
+BY_CUBLAS = (matmul, linear, batched_matmul, grouped_matmul, grouped_outer, scaled_matmul)  # kernels that call cuBLAS
 
 
 def _contract(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> None:

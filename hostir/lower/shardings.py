@@ -93,9 +93,11 @@ class _Computation:
 
     @property
     def added(self) -> set[str]:
-        """The mesh axes over which the result of an addition or of an exact cast stays a partial sum."""
+        """The mesh axes over which an addition, an exact cast or a linear computation keeps a partial sum."""
         if isinstance(self.op, Cast) and self.op.exact:
             return set(self.types[0].partial) & set(self.wanted.partial)
+        if self.op.linear_in is not None:
+            return set(self.types[self.op.operands.index(self.op.linear_in)].partial)
         if not isinstance(self.op, Add):
             return set()
         return set.intersection(*(set(t.partial) for t in self.types))
@@ -106,6 +108,8 @@ class _Computation:
         Such an operand is a term of an addition of partial sums, the operand of an exact cast, or the bias of a product
         that is a partial sum.
         """
+        if self.op.linear_in is not None and self.op.operands[operand] != self.op.linear_in:
+            return False
         added = operand in self.op.following and homes[mark] == CONTRACTED
         return mark in self.added or added
 

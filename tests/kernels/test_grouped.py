@@ -71,3 +71,60 @@ def test_rows_of_no_group_become_zero_whatever_they_hold() -> None:
 def test_offsets_that_do_not_fit_the_rows_are_an_error(offsets: list[int], problem: str) -> None:
     with pytest.raises(HostIRError, match=problem):
         KERNELS["grouped_matmul"](torch.empty(6, 3), torch.randn(6, 4), torch.randn(2, 4, 3), torch.tensor(offsets))
+
+
+@settings(max_examples=100)
+@given(st.data())
+def test_outer_products_of_groups_are_as_accurate_as_torch(data: st.DataObject) -> None:
+    draw = data.draw
+    torch.manual_seed(draw(st.integers(0, 1 << 30)))
+    dtype, sources, adds = (
+        draw(st.sampled_from(DTYPES)),
+        draw(st.lists(st.integers(0, 3), max_size=1)),
+        draw(st.booleans()),
+    )
+    rows, k, n, groups = (draw(st.integers(0, 12)), *(draw(st.integers(1, 9)) for _ in range(3)))
+    x, y = torch.randn(*sources, rows, k).to(dtype), torch.randn(*sources, rows, n).to(dtype)
+    offsets = torch.randint(0, rows + 1, (*sources, groups + 1)).sort(-1).values
+    before = torch.randn(groups, k, n).to(dtype)
+    out = before.clone() if adds else torch.full_like(before, torch.nan)
+    KERNELS["grouped_outer"](out, x, y, offsets, *([out] if adds else []))
+    exact, magnitude = (before.double(), before.double().abs()) if adds else (torch.zeros(out.shape).double(),) * 2
+    parts = zip(x, y, offsets, strict=True) if sources else [(x, y, offsets)]
+    for x_rows, y_rows, begins in parts:
+        for group, (begin, end) in enumerate(pairwise(begins.tolist())):
+            left, right = x_rows[begin:end].double().t(), y_rows[begin:end].double()
+            exact, magnitude = exact.clone(), magnitude.clone()
+            exact[group] += left @ right
+            magnitude[group] += left.abs() @ right.abs()
+    assert_as_accurate(out, exact.to(dtype), exact, magnitude)
+
+
+@settings(max_examples=50)
+@given(st.data())
+def test_rows_are_permuted_and_combined_as_torch_indexes_them(data: st.DataObject) -> None:
+    draw = data.draw
+    torch.manual_seed(draw(st.integers(0, 1 << 30)))
+    dtype, sources = draw(st.sampled_from(DTYPES)), draw(st.lists(st.integers(1, 3), max_size=2))
+    rows, k, tokens, experts = draw(st.integers(1, 9)), *(draw(st.integers(1, 5)) for _ in range(3))
+    x = torch.randn(*sources, k, rows).to(dtype).mT
+    index = torch.randint(0, rows, (*sources, tokens, experts))
+    weights = torch.randn(*sources, tokens, experts).to(draw(st.sampled_from([dtype, torch.float32])))
+    flat = [i.reshape(tokens, experts) for i in index.reshape(-1, tokens * experts)]
+    expected = torch.stack([r[i] for r, i in zip(x.reshape(-1, rows, k), flat, strict=True)])
+    permuted = torch.full((*sources, tokens * experts, k), torch.nan, dtype=dtype)
+    KERNELS["permute_rows"](permuted, x, index.reshape(*sources, -1).int())
+    assert torch.equal(permuted, expected.reshape(permuted.shape))
+    combined = torch.full((*sources, tokens, k), torch.nan, dtype=dtype)
+    KERNELS["combine_rows"](combined, x, index.int(), weights)
+    terms = expected.reshape(*sources, tokens, experts, k).double() * weights.double()[..., None]
+    torch.testing.assert_close(combined.double(), terms.sum(-2), rtol=2 * torch.finfo(dtype).eps, atol=1e-2)
+
+
+@pytest.mark.parametrize("wrong", [-1, 6])
+def test_an_index_outside_the_rows_is_an_error(wrong: int) -> None:
+    index = torch.tensor([[0, 5], [wrong, 2]])
+    with pytest.raises(HostIRError, match=f"index {wrong} is not one of 6 rows"):
+        KERNELS["permute_rows"](torch.empty(2, 4), torch.randn(6, 4), index[:, 0])
+    with pytest.raises(HostIRError, match=f"index {wrong} is not one of 6 rows"):
+        KERNELS["combine_rows"](torch.empty(2, 4), torch.randn(6, 4), index, torch.randn(2, 2))

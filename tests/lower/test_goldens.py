@@ -22,7 +22,7 @@ PATTERNS = {p.__name__: p for p in (*patterns.PATTERNS, *patterns.NORMED, *patte
 FUSIONS = ["mlp", "mlp_2d", "allgather_matmul_rows", "broadcast", "attention_output", "quantized_rows"]
 SCALED = ["quantized_rows", "scaled_row_parallel", "scaled_batch_gathered"]
 EVERY = ["allgather_matmul", "row_parallel", "row_parallel_scattered", "mlp_2d", "attention_output"]
-EXPERTS = ["batched_mlp", "expert_mlp"]
+EXPERTS = ["batched_mlp", "expert_mlp", "moe_layer"]
 COLLECTIVES = ["gather", "scatter", "broadcast", "alltoall", "sendrecv"]
 LOWERED = {
     "sequential": [*EVERY, *SCALED, *EXPERTS, "weight_gathered", *COLLECTIVES],
