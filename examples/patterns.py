@@ -312,6 +312,26 @@ def mlp_2d(
     return fusion
 
 
+def mlp_3d(ranks: int = 8, S: int = 2, M: int = 256, K: int = 64, H: int = 128, dtype: str = "f32") -> hi.Fusion:
+    """`mlp` on a mesh of data x context x tensor parallel: batch and sequence are sharded over `dp` and `cp`."""
+    dp = 2 if ranks % 2 == 0 else 1
+    cp = 2 if ranks % 4 == 0 else 1
+    tp = ranks // (dp * cp)
+    with hi.Fusion("mlp_3d") as fusion:
+        x = hi.tensor("x", [dp, S, cp, tp, f"{M}/{S * ranks}", K], dtype)
+        w1, w2 = hi.tensor("w1", [K, H], dtype), hi.tensor("w2", [H, K], dtype)
+        y = hi.gelu(x @ w1) @ w2
+        fusion.output(y)
+    lines = [range(i * tp, (i + 1) * tp) for i in range(dp * cp)]
+    mesh = hi.DeviceMesh([lines[i * cp : (i + 1) * cp] for i in range(dp)], names=("dp", "cp", "tp"))
+    for t in (x, y):
+        t.shard(0, mesh, "dp").shard(2, mesh, "cp").shard(3, mesh, "tp")
+    w1.shard(1, mesh, "tp")
+    w2.shard(0, mesh, "tp")
+    y.axis(1).parallelize(Stream)
+    return fusion
+
+
 def _reshard(
     name: str,
     ranks: int,
@@ -406,6 +426,7 @@ PATTERNS = (
     weight_gathered_k,
     mlp,
     mlp_2d,
+    mlp_3d,
     mlp_replicated,
     gather,
     scatter,
