@@ -38,6 +38,7 @@ SENT = (  # patterns that send rows to peers by copies
     patterns.mlp,
     patterns.mlp_replicated,
     patterns.row_parallel_scattered,
+    patterns.moe_layer,
 )
 SMALL = AllReduceSteps(min_rows=1, min_bytes=1)  # in one step, with blocks of any size
 TWO = AllReduceSteps(extra_bytes=-1, chunks=2, min_rows=1, min_bytes=1)  # in two steps
