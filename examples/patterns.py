@@ -312,6 +312,26 @@ def mlp_2d(
     return fusion
 
 
+def mlp_3d(ranks: int = 8, S: int = 2, M: int = 256, K: int = 64, H: int = 128, dtype: str = "f32") -> hi.Fusion:
+    """`mlp` on a mesh of data x context x tensor parallel: batch and sequence are sharded over `dp` and `cp`."""
+    dp = 2 if ranks % 2 == 0 else 1
+    cp = 2 if ranks % 4 == 0 else 1
+    tp = ranks // (dp * cp)
+    with hi.Fusion("mlp_3d") as fusion:
+        x = hi.tensor("x", [dp, S, cp, tp, f"{M}/{S * ranks}", K], dtype)
+        w1, w2 = hi.tensor("w1", [K, H], dtype), hi.tensor("w2", [H, K], dtype)
+        y = hi.gelu(x @ w1) @ w2
+        fusion.output(y)
+    lines = [range(i * tp, (i + 1) * tp) for i in range(dp * cp)]
+    mesh = hi.DeviceMesh([lines[i * cp : (i + 1) * cp] for i in range(dp)], names=("dp", "cp", "tp"))
+    for t in (x, y):
+        t.shard(0, mesh, "dp").shard(2, mesh, "cp").shard(3, mesh, "tp")
+    w1.shard(1, mesh, "tp")
+    w2.shard(0, mesh, "tp")
+    y.axis(1).parallelize(Stream)
+    return fusion
+
+
 def _reshard(
     name: str,
     ranks: int,
@@ -406,6 +426,7 @@ PATTERNS = (
     weight_gathered_k,
     mlp,
     mlp_2d,
+    mlp_3d,
     mlp_replicated,
     gather,
     scatter,
@@ -419,6 +440,84 @@ PATTERNS = (
 
 
 NORMED = (attention_output,)  # nvFuser's form has no statement for it
+
+
+def batched_mlp(ranks: int = 4, S: int = 4, M: int = 64, K: int = 64, H: int = 128, dtype: str = "f32") -> hi.Fusion:
+    """`mlp` of S experts with M rows each, and weights for each expert: one expert is one slice of the pipeline."""
+    with hi.Fusion("batched_mlp") as fusion:
+        x = hi.tensor("x", [S, M, K], dtype)
+        w1 = hi.tensor("w1", [S, K, H], dtype)
+        w2 = hi.tensor("w2", [S, H, K], dtype)
+        y = hi.silu(x @ w1) @ w2
+        fusion.output(y)
+    mesh = hi.DeviceMesh(range(ranks))
+    x.shard(1, mesh)
+    w1.shard(2, mesh)
+    w2.shard(1, mesh)
+    y.shard(1, mesh)
+    y.axis(0).parallelize(Stream)
+    return fusion
+
+
+def expert_mlp(
+    ranks: int = 4, S: int = 4, M: int = 64, K: int = 64, H: int = 128, dtype: str = "f32", experts: int = 8
+) -> hi.Fusion:
+    """Tensor-parallel experts: each rank has a slice of every expert, and rows that are sorted by expert.
+
+    Each rank has S parts of M rows, sorted by expert, and the offsets of their groups. All ranks gather the rows and
+    the offsets, part by part. Partial sums of rows are scattered back to the ranks that the rows came from.
+    """
+    with hi.Fusion("expert_mlp") as fusion:
+        x = hi.tensor("x", [S, ranks, M, K], dtype)
+        offsets = hi.tensor("offsets", [S, ranks, experts + 1], "i32")
+        gate, up = hi.tensor("gate", [experts, K, H], dtype), hi.tensor("up", [experts, K, H], dtype)
+        down = hi.tensor("down", [experts, H, K], dtype)
+        h = hi.silu(hi.grouped_matmul(x, gate, offsets)) * hi.grouped_matmul(x, up, offsets)
+        y = hi.grouped_matmul(h, down, offsets)
+        fusion.output(y)
+    mesh = hi.DeviceMesh(range(ranks))
+    x.shard(1, mesh)
+    offsets.shard(1, mesh)
+    gate.shard(2, mesh)
+    up.shard(2, mesh)
+    down.shard(1, mesh)
+    y.shard(1, mesh)
+    y.axis(0).parallelize(Stream)
+    return fusion
+
+
+def moe_layer(
+    ranks: int = 4, S: int = 2, M: int = 32, K: int = 64, H: int = 128, dtype: str = "f32", experts: int = 8, k: int = 2
+) -> hi.Fusion:
+    """A layer of tensor-parallel experts after the router, in which k experts compute each token.
+
+    Each rank has S parts of M tokens. All ranks gather the tokens and what the router says about them: `order` has the
+    token of each row, sorted by expert; `offsets` has the groups of rows; `back` has the rows of each token. The ranks
+    combine their partial sums before they scatter them, so that they send one row for each token.
+    """
+    with hi.Fusion("moe_layer") as fusion:
+        x = hi.tensor("x", [S, ranks, M, K], dtype)
+        order = hi.tensor("order", [S, ranks, f"{k}*{M}"], "i32")
+        offsets = hi.tensor("offsets", [S, ranks, experts + 1], "i32")
+        back, weights = hi.tensor("back", [S, ranks, M, k], "i32"), hi.tensor("weights", [S, ranks, M, k], dtype)
+        gate, up = hi.tensor("gate", [experts, K, H], dtype), hi.tensor("up", [experts, K, H], dtype)
+        down = hi.tensor("down", [experts, H, K], dtype)
+        rows = hi.permute_rows(x, order)
+        h = hi.silu(hi.grouped_matmul(rows, gate, offsets)) * hi.grouped_matmul(rows, up, offsets)
+        y = hi.combine_rows(hi.grouped_matmul(h, down, offsets), back, weights)
+        fusion.output(y)
+    mesh = hi.DeviceMesh(range(ranks))
+    for t in (x, order, offsets, back, weights, y):
+        t.shard(1, mesh)
+    gate.shard(2, mesh)
+    up.shard(2, mesh)
+    down.shard(1, mesh)
+    rows.set_device_mesh(mesh)  # so that tokens are gathered: they are fewer than rows
+    y.axis(0).parallelize(Stream)
+    return fusion
+
+
+EXPERTS = (batched_mlp, expert_mlp, moe_layer)  # mixture of experts
 
 
 def _scale_shapes(scales: str, rows: list[int], K: int, N: int) -> tuple[list[int], list[int]]:
@@ -565,7 +664,7 @@ SCALED = (  # fp8: other dtypes and sizes than the patterns above
 
 def main() -> None:
     """Print a line for each pattern: its streams and communications."""
-    for pattern in (*PATTERNS, *NORMED, *SCALED):
+    for pattern in (*PATTERNS, *NORMED, *EXPERTS, *SCALED):
         program = hi.lower(pattern())
         words = [s.keyword() for s in program.walk()]
         moves = [

@@ -21,7 +21,7 @@ SECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "Computations",
         (
             *("matmul", "linear", "scaled_matmul", "quantize", "add", "mul", "relu", "gelu", "silu", "cast", "sum"),
-            "rms_norm",
+            *("rms_norm", "grouped_matmul", "grouped_outer", "permute_rows", "combine_rows"),
             *("reshape", "permute", "reshard"),
         ),
     ),

@@ -133,7 +133,7 @@ def example_program(cls: type[Statement]) -> Program:
     statement = bare.replace(f"%{defined} =", f"%{defined}: {types[defined]} =", 1) if defined in types else bare
     if defined and written:
         statement += f"\nwait %{defined}"
-    if "%i" in bare and cls is not For:
+    if re.search(r"%i\b", bare) and cls is not For:
         if output:
             lines.append(f"%last: {types[output]} = allocate")
             statement += f"\ncopy %{output} -> %last"

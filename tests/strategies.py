@@ -26,6 +26,7 @@ MESHES = (
     Mesh("grid", ("dp", "tp"), (2, 3), (5, 4, 3, 2, 1, 0)),
     Mesh("row", ("over", "on"), (1, 2), (7, 8)),
     Mesh("one", ("x",), (1,), (6,)),
+    Mesh("cube", ("dp", "cp", "tp"), (2, 1, 2), (0, 2, 1, 3)),
 )
 
 names = st.sampled_from(WORDS)
@@ -252,6 +253,11 @@ def _mesh(draw: Draw, ranks: int) -> hi.DeviceMesh:
     if not rows:
         return hi.DeviceMesh(devices)
     width = ranks // rows
+    if width > 1 and draw(st.integers(0, 7)) == 0:
+        lines = [devices[i : i + 2] for i in range(0, ranks, 2)] if width % 2 == 0 else [[d] for d in devices]
+        each = len(lines) // rows
+        blocks = [lines[i * each : (i + 1) * each] for i in range(rows)]
+        return hi.DeviceMesh(blocks, names=("dp", "cp", "tp"))
     return hi.DeviceMesh([devices[i * width : (i + 1) * width] for i in range(rows)], names=("dp", "tp"))
 
 
@@ -265,6 +271,7 @@ def _computation(draw: Draw, plan: Plan) -> hi.Tensor:
     operations = [
         "matmul",
         "matmul",
+        "batched",
         "linear",
         "row parallel",
         "add",
@@ -282,6 +289,8 @@ def _computation(draw: Draw, plan: Plan) -> hi.Tensor:
         square = [t for t in plan.tensors if len(t.shape) == 2 and t.shape[0] == shape[-1] and t.dtype == x.dtype]
         right = draw(st.sampled_from(square)) if square and draw(st.booleans()) else None
         return x @ (right or plan.input([shape[-1], columns], dtype))
+    if operation == "batched":
+        return x @ plan.input([*shape[:-2], shape[-1], columns], dtype)
     if operation == "row parallel":
         left, right = plan.input([*shape[:-1], Size(16)], dtype), plan.input([Size(16), columns], dtype)
         plan.summed.append((left, right, left @ right))

@@ -12,6 +12,7 @@ import torch
 import hostir as hi
 from examples import patterns
 from hostir.ir import HostIRError, Program
+from hostir.kernels.dtypes import undefined
 from hostir.lower import STRATEGIES
 
 WIDTHS = {"K": 24, "N": 48, "H": 48}  # divisible by 1, 2, 3, 4 and 8 ranks with 2 slices
@@ -30,7 +31,7 @@ def weight_gradient(ranks: int = 4, M: int | str = "M", K: int = 24, N: int = 48
     return fusion
 
 
-PATTERNS: tuple[Callable[..., hi.Fusion], ...] = (*patterns.PATTERNS, weight_gradient)
+PATTERNS: tuple[Callable[..., hi.Fusion], ...] = (*patterns.PATTERNS, *patterns.EXPERTS, weight_gradient)
 
 
 def lowered(pattern: Callable[..., hi.Fusion], ranks: int, dtype: str = "f32") -> Iterator[tuple[Program, Program]]:
@@ -81,5 +82,5 @@ LAYOUTS: Sequence[Callable[[torch.Tensor], torch.Tensor]] = (
 
 
 def _within(memory: torch.Tensor, x: torch.Tensor, where: Any) -> torch.Tensor:
-    view = memory.fill_(float("nan"))[where]
+    view = memory.fill_(undefined(memory.dtype))[where]
     return view.copy_(x)

@@ -8,7 +8,7 @@ import pytest
 import hostir as hi
 from examples.ag_matmul import ag_matmul
 from examples.mlp_block import mlp_block
-from examples.patterns import PATTERNS
+from examples.patterns import EXPERTS, PATTERNS
 from hostir.__main__ import main
 from hostir.cli.loading import load
 from tests.cli.commands_on_ranks import Ended, on_ranks
@@ -102,7 +102,7 @@ def test_the_fusion_of_ag_matmul_is_for_eight_ranks_by_default() -> None:
     )
 
 
-@pytest.mark.parametrize("fusion", [ag_matmul, mlp_block, *PATTERNS], ids=lambda fusion: fusion.__name__)
+@pytest.mark.parametrize("fusion", [ag_matmul, mlp_block, *PATTERNS, *EXPERTS], ids=lambda fusion: fusion.__name__)
 def test_rows_that_the_ranks_do_not_divide_are_refused_or_kept(fusion: Callable[..., hi.Fusion]) -> None:
     try:
         built = fusion(ranks=4, M=63).program()

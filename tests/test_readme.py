@@ -45,8 +45,10 @@ def test_the_page_of_patterns_lists_the_patterns_of_the_examples() -> None:
     rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs/patterns.md").read_text(), re.MULTILINE)
     named = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
     source = (ROOT / "examples/patterns.py").read_text()
-    listed = re.findall(r"^(?:PATTERNS|NORMED|SCALED) = \((?: *#[^\n]*)?(.*?)\)", source, re.MULTILINE | re.DOTALL)
-    assert len(listed) == 3
+    listed = re.findall(
+        r"^(?:PATTERNS|NORMED|EXPERTS|SCALED) = \((?: *#[^\n]*)?(.*?)\)", source, re.MULTILINE | re.DOTALL
+    )
+    assert len(listed) == 4
     assert sorted(named) == sorted(re.findall(r"\w+", " ".join(listed)))
 
 

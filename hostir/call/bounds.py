@@ -37,6 +37,7 @@ from math import isfinite, sqrt
 import torch
 
 from hostir.ir.program import Program
+from hostir.ir.types import INTEGERS
 from hostir.kernels.dtypes import torch_dtype
 
 SLACK = 1.1
@@ -70,6 +71,8 @@ def of_single_ranks(source: Program) -> bool:
 
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
     """Return `|got - expected| / |expected|` in the Frobenius norm; NaN if a tensor holds NaN."""
+    if not expected.is_floating_point():
+        got, expected = got.double(), expected.double()
     difference = torch.linalg.vector_norm(got.to(expected.dtype) - expected)
     norm = torch.linalg.vector_norm(expected)
     return float(difference / norm) if norm else float(difference)
@@ -97,6 +100,8 @@ def bound(
             partial sums.
         exact: True if every step that leads to the result is in f64.
     """
+    if not plain.is_floating_point():  # integers are only moved
+        return 0.0
     chance = CHANCE * torch.finfo(dtype or plain.dtype).eps / sqrt(max(plain.numel(), 1))
     slack = chance + (64 * torch.finfo(torch.float64).eps if exact else torch.finfo(torch.float32).eps / 2)
     return (SLACK * relative_error(plain, expected) + slack) * sqrt(1 + sums)
@@ -125,7 +130,8 @@ def compare(
     if summed:
         sums = (1 + sums) / (1 + reductions(program)) - 1
     computed = (s.computed for s in program.walk())
-    exact = all(v.tensor.dtype.name == "f64" for v in (*program.inputs, *computed) if v is not None)
+    dtypes = {v.tensor.dtype.name for v in (*program.inputs, *computed) if v is not None}
+    exact = dtypes - INTEGERS.keys() <= {"f64"}
     return [
         Comparison(v.name, relative_error(g, e), bound(p, e, sums, torch_dtype(v.tensor.dtype), exact=exact))
         for v, g, p, e in zip(program.outputs, got, plain, expected, strict=True)

@@ -46,7 +46,7 @@ def rehearse(
             for a rank without a part). All calls use the same memory of the caller. So the shapes must be equal.
         sizes: values of symbols that do not follow from the inputs' shapes.
         kernels: the kernels that compute: `auto`, `aten`, or `triton` (under TRITON_INTERPRET=1); or a kernel table.
-        dtype: the dtype of all tensors except flags; None for the dtypes that the program declares.
+        dtype: the dtype of all floating-point tensors; None for the dtypes that the program declares.
         device: the device of the inputs.
 
     Raises HostIRError for inputs that do not fit, and for a statement that cannot be planned.

@@ -19,7 +19,7 @@ from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, error
 from hostir.ir.types import DType
 from hostir.kernels.aten import KERNELS
-from hostir.kernels.dtypes import torch_dtype
+from hostir.kernels.dtypes import in_floats, torch_dtype, undefined
 
 
 class Whole:
@@ -67,7 +67,7 @@ WholeHandle = Whole | WholeView
 class Reference(OptionalMethods):
     """A machine that computes on unsharded tensors, on one device.
 
-    `dtype` is the dtype of all tensors. If it is None, tensors have the dtypes that the program declares.
+    `dtype` is the dtype of all floating-point tensors. If it is None, they have the dtypes that the program declares.
     """
 
     rank: int | None = None
@@ -79,10 +79,11 @@ class Reference(OptionalMethods):
     def allocate(self, shape: tuple[int, ...], dtype: DType, symmetric: bool = False) -> Whole:
         if symmetric:
             raise _no_ranks()
-        return Whole(torch.full(shape, float("nan"), dtype=self.dtype or torch_dtype(dtype), device=self.device))
+        element = in_floats(torch_dtype(dtype), self.dtype)
+        return Whole(torch.full(shape, undefined(element), dtype=element, device=self.device))
 
     def free(self, x: WholeHandle) -> None:
-        x.put(torch.full_like(x.get(), float("nan")))
+        x.put(torch.full_like(x.get(), undefined(x.get().dtype)))
 
     def select(self, x: WholeHandle, axis: int, index: int) -> WholeView:
         shape = tuple(x.get().shape)
@@ -171,7 +172,7 @@ def reference(
     HostIRError for inputs that do not fit.
     """
     bound = bind_sizes(program, inputs, sizes)
-    handles = [Whole(x.to(dtype or x.dtype)) for x in inputs]
+    handles = [Whole(x.to(in_floats(x.dtype, dtype))) for x in inputs]
     device = inputs[0].device if inputs else "cpu"
     outputs = interpret(program, Reference(dtype, device), bound, handles)
     return tuple(x.get().clone() for x in outputs if x is not None)

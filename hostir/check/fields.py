@@ -142,5 +142,5 @@ def _is_mesh(held: object) -> bool:
         return False
     if not _all(held.shape, _is_int) or not _all(held.devices, _is_int) or not held.devices:
         return False
-    fits = len(held.axes) == len(held.shape) in (1, 2) and prod(held.shape) == len(held.devices)
+    fits = len(held.axes) == len(held.shape) > 0 and prod(held.shape) == len(held.devices)
     return fits and len(set(held.devices)) == len(held.devices)

@@ -22,7 +22,7 @@ from hostir.ir.op import (
 )
 from hostir.ir.program import Program
 from hostir.ir.source import Diagnostic, HostIRError, did_you_mean
-from hostir.ir.types import FLAG, FP8, Kind, TensorType
+from hostir.ir.types import FLAG, FP8, INTEGERS, Kind, TensorType
 
 MAX_STREAMS = 1024  # in the pool of a rank; few devices support more than a hundred distinct streams
 MAX_RANKS = 65536
@@ -141,7 +141,7 @@ class _Checker:
         if value.name in self.scope:
             yield Diagnostic(f"{value} is defined twice", s.span if s else value.span, hint="give it another name")
         self.scope[value.name] = value
-        if isinstance(value.type, TensorType) and value.type.partial and value.type.dtype.name in FP8:
+        if isinstance(value.type, TensorType) and value.type.partial and value.type.dtype.name in FP8 | INTEGERS:
             over = ", ".join(value.type.partial)
             yield Diagnostic(
                 f"{value} is a partial sum over {over} in {value.type.dtype}",

@@ -34,7 +34,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from hostir.ir.source import did_you_mean, error
-from hostir.ir.types import DTYPES, FP8
+from hostir.ir.types import FLOATS, FP8
 from hostir.kernels.matmul.estimate import TRITON, Rates
 from hostir.kernels.matmul.tiles import Tile, candidates
 
@@ -150,7 +150,7 @@ _CUBLAS_TILES = (
     Tile(64, 128, rate=0.81),
     Tile(64, 64, rate=0.51),
 )
-_GEMMS = (*(dtype for dtype in DTYPES if dtype not in FP8), "f8", "f8s")  # `Gemm`'s names of operand dtypes
+_GEMMS = (*(dtype for dtype in FLOATS if dtype not in FP8), "f8", "f8s")  # `Gemm`'s names of operand dtypes
 # The peaks of fp8 operands were measured with the largest matmuls of benchmarks/results/fp8_matmul.md.
 _CUBLAS_PEAK = {"bf16": 820.0, "f16": 820.0, "f32": 52.0, "f64": 60.0, "f8": 1560.0, "f8s": 1400.0}
 H200 = Hardware(

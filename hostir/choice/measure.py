@@ -29,7 +29,7 @@ from hostir.choice.choices import Candidate
 from hostir.ir.program import Program, uses_nccl
 from hostir.ir.source import HostIRError, error
 from hostir.job.session import Session
-from hostir.kernels.dtypes import torch_dtype
+from hostir.kernels.dtypes import torch_dtype, undefined
 from hostir.machines.binding import Part
 
 RUNS = {"cpu": 7, "cuda": 30}
@@ -214,8 +214,8 @@ def closeness(program: Program, sizes: Mapping[str, int]) -> float:
     """
     variance = 0.0
     for s in program.walk():
-        if s.computed is not None:
-            dtype = torch_dtype(s.computed.tensor.dtype)
+        dtype = None if s.computed is None else torch_dtype(s.computed.tensor.dtype)
+        if dtype is not None and dtype.is_floating_point:
             rounding = torch.finfo(dtype).eps / 2
             terms = prod(n.bind(sizes) for n in s.summed) if s.contracts else 0
             summed = min(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps) * sqrt(terms)
@@ -304,12 +304,12 @@ def _replays(
     with contextlib.ExitStack() as graphs:
         works: dict[Candidate, Work] = {}
         for subject in [s for s in subjects if not s.failure]:
-            outputs = [None if x is None else torch.full_like(x, nan) for x in expected]
+            outputs = [None if x is None else torch.full_like(x, undefined(x.dtype)) for x in expected]
             replay = graphs.enter_context(_replay(subject, inputs, outputs))
             if any(_exchange(session, "" if replay else "no graph")) or replay is None:
                 continue
             for x in [x for x in outputs if x is not None]:
-                x.fill_(nan)
+                x.fill_(undefined(x.dtype))
             replay()
             if not _mismatch([_copied(outputs)], [expected], allowed, session):
                 works[subject.candidate] = replay

@@ -50,13 +50,15 @@ program @example(%a: bf16[4@didx, M], %b: bf16[4@dp, (2@tp 16)] on @grid) -> (%c
 |---|---|
 | `hostir 1` | the version of the text |
 | `mesh @grid [dp, tp] = (0 1) (2 3)` | devices in a line or a grid: teams of `tp` are its rows, of `dp` its columns |
+| `mesh @cube [dp, cp, tp] = ((0 1) (2 3)) ((4 5) (6 7))` | a grid of grids, and so on: any number of axes |
 | `fusion @name` | a tensor program, before lowering: every statement defines a value |
 | `program @name` | a host program, after lowering: statements write buffers and run on streams |
 | `(%a: ...) -> (%c)` | inputs with their types, and outputs |
 | `streams 2` | the size of the pool of worker streams, `0` and `1`; if left out, there is only the caller's stream |
 
 **Types.** `bf16[8@didx, 128, 64]` is the whole tensor, with its first axis sharded in equal blocks over the mesh axis
-`didx`. Dtypes: {", ".join(f"`{name}`" for name in DTYPES)}.
+`didx`. Dtypes: {", ".join(f"`{name}`" for name in DTYPES)}. `i32` and `i64` hold indices, which are
+moved and viewed, and not computed with.
 
 | type | meaning |
 |---|---|

@@ -29,6 +29,7 @@ from hostir.ir.source import HostIRError, error
 from hostir.ir.types import TensorType
 from hostir.job.session import Session, launched, session
 from hostir.kernels import aten
+from hostir.kernels.dtypes import undefined
 from hostir.machines.simulated.machine import LocalMachine
 from hostir.machines.simulated.rank import Parts
 from hostir.machines.trace import Trace
@@ -196,7 +197,8 @@ def wrong_outputs(program: Program, results: Results, in_order: Results, first: 
 
 
 def _nans(x: torch.Tensor | None, _: torch.Tensor | None) -> int:
-    return 0 if x is None else int(x.isnan().sum())
+    """Return the number of elements that are NaN; for integers, the number of elements with undefined contents."""
+    return 0 if x is None else int((x.isnan() if x.is_floating_point() else x == undefined(x.dtype)).sum())
 
 
 def _differences(x: torch.Tensor | None, other: torch.Tensor | None) -> int:
@@ -295,7 +297,7 @@ def _compared(
     by_rank = [json.loads(text) for text in job.exchange(f"errors of run {turn}", json.dumps(squares), COMPARING)]
     ring, summed = job.device.type == "cuda", of_single_ranks(source)
     comparisons = compare(program, exact, rounded, exact, ring=ring, summed=summed)
-    norms = [float(torch.linalg.vector_norm(e)) or 1.0 for e in exact]
+    norms = [float(torch.linalg.vector_norm(e.double())) or 1.0 for e in exact]
     return [replace(c, error=sum(e[n] for e in by_rank) ** 0.5 / norms[n]) for n, c in enumerate(comparisons)]
 
 
@@ -303,7 +305,7 @@ def _squared_error(part: torch.Tensor | None, expected: torch.Tensor | None) -> 
     """Return the sum of the squared differences between a part and its expected elements; 0 if there is no part."""
     if part is None or expected is None:
         return 0.0
-    return float(torch.linalg.vector_norm(part.to(expected.dtype) - expected)) ** 2
+    return float(torch.linalg.vector_norm(part.double() - expected.double())) ** 2
 
 
 def copies(type: TensorType) -> int:

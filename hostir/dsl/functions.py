@@ -13,7 +13,7 @@ from typing import Any
 
 from hostir.dsl.fusion import apply, building, check_name, dtype_name, operand, sizes
 from hostir.dsl.tensors import SizeLike, Tensor
-from hostir.ir import comm_ops, scaled_ops, tensor_ops, view_ops
+from hostir.ir import comm_ops, expert_ops, scaled_ops, tensor_ops, view_ops
 from hostir.ir.sizes import product
 from hostir.ir.source import Span, described, did_you_mean, error, user_span
 from hostir.ir.types import DTYPES
@@ -28,7 +28,8 @@ def tensor(name: str, shape: Sequence[SizeLike], dtype: Any = "bf16") -> Tensor:
         name: letters, digits and `_`, not starting with a digit.
         shape: the shape of the unsharded tensor. A size is an integer, a name that gets its value at run time ("M"), or
             a product or quotient of these ("M/8").
-        dtype: `f64`, `f32`, `f16`, `bf16`, `f8e4m3` or `f8e5m2`, or the torch dtype.
+        dtype: `f64`, `f32`, `f16`, `bf16`, `f8e4m3`, `f8e5m2`, `i32` or `i64`, or the torch dtype.
+            Integers are indices: nothing computes with them.
     """
     span = user_span()
     fusion = building(span)
@@ -46,11 +47,16 @@ def tensor(name: str, shape: Sequence[SizeLike], dtype: Any = "bf16") -> Tensor:
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """Return the product `a[..., K] @ b[K, N]`, of shape `[..., N]`. It is also written `a @ b`.
 
+    If `b` has more than two axes, matrices are multiplied in pairs: `a[..., M, K] @ b[..., K, N]`, of shape
+    `[..., M, N]`. The leading axes of `a` and `b` are then equal.
+
     Operands and result have the same dtype. Sums are accumulated in f32, or in f64 if the operands are f64. Raises
-    HostIRError if the contracted sizes or the dtypes differ, or if `b` does not have two axes.
+    HostIRError if the contracted sizes, the leading axes or the dtypes differ, or if `b` has fewer than two axes.
     """
     span = user_span()
-    return apply(tensor_ops.Matmul, a=operand(a, span), b=operand(b, span))
+    left, right = operand(a, span), operand(b, span)
+    batched = len(right.tensor.axes) > 2
+    return apply(tensor_ops.BatchedMatmul if batched else tensor_ops.Matmul, a=left, b=right)
 
 
 def linear(a: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -107,6 +113,54 @@ def scaled_matmul(
         bias=None if bias is None else operand(bias, span),
         accumulate="fast" if fast else "",
     )
+
+
+def grouped_matmul(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
+    """Return the products of rows in groups with a matrix for each group, as in a mixture of experts.
+
+    Row t of the result is `x[t] @ w[e]` for `offsets[e] <= t < offsets[e + 1]`. Rows of no group become 0. The shapes
+    are `x[..., T, K]`, `w[E, K, N]`, `offsets[..., E + 1]` and, for the result, `[..., T, N]`. Sums are accumulated in
+    f32, or in f64 if the operands are f64.
+
+    Offsets are `i32` or `i64`, do not decrease, and lie between 0 and T. They are read on the device, when the kernel
+    runs. Raises HostIRError if the shapes or dtypes do not fit.
+    """
+    span = user_span()
+    return apply(expert_ops.GroupedMatmul, x=operand(x, span), w=operand(w, span), offsets=operand(offsets, span))
+
+
+def grouped_outer(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
+    """Return the sum of the outer products of the rows of each group: the gradient of the matrices of a grouped matmul.
+
+    Matrix e of the result is `x[rows of e]^T @ y[rows of e]`, for the rows from `offsets[e]` up to `offsets[e + 1]`; 0
+    for a group without rows. The shapes are `x[T, K]`, `y[T, N]`, `offsets[E + 1]` and, for the result, `[E, K, N]`.
+    With one leading axis in `x`, `y` and `offsets`, the sum is also over this axis. Dtypes and offsets are as in
+    `grouped_matmul`. Raises HostIRError if the shapes or dtypes do not fit.
+    """
+    span = user_span()
+    return apply(expert_ops.GroupedOuter, x=operand(x, span), y=operand(y, span), offsets=operand(offsets, span))
+
+
+def permute_rows(x: Tensor, index: Tensor) -> Tensor:
+    """Return the rows of `x[..., T, K]` in the order of `index[..., S]`. The shape is `[..., S, K]`.
+
+    Row s of the result is `x[index[s]]`. A row may occur any number of times. The index is `i32` or `i64`, from 0 to
+    T - 1, and is read on the device. Raises HostIRError if the shapes or dtypes do not fit.
+    """
+    span = user_span()
+    return apply(expert_ops.PermuteRows, x=operand(x, span), index=operand(index, span))
+
+
+def combine_rows(y: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """Return weighted sums of rows of `y[..., S, K]`, by `index[..., T, k]`. The shape is `[..., T, K]`.
+
+    Row t of the result is the sum over j of `weights[t, j] * y[index[t, j]]`. The weights have the shape of the index,
+    and the dtype of `y` or f32. The index is `i32` or `i64`, from 0 to S - 1, and is read on the device. Sums are
+    computed in f32 (in f64 if `y` is f64) and rounded once. Weighted sums of a partial sum are a partial sum, so ranks
+    reduce the combined rows. Raises HostIRError if the shapes or dtypes do not fit.
+    """
+    span = user_span()
+    return apply(expert_ops.CombineRows, y=operand(y, span), index=operand(index, span), weights=operand(weights, span))
 
 
 SCALES = ("tensor", "rows", "blocks")

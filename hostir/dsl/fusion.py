@@ -20,7 +20,7 @@ from hostir.ir.types import DTYPES, Axis, DType, Mesh, TensorType
 
 TORCH_NAMES = {
     **{"torch.float64": "f64", "torch.float32": "f32", "torch.float16": "f16", "torch.bfloat16": "bf16"},
-    **{"torch.float8_e4m3fn": "f8e4m3", "torch.float8_e5m2": "f8e5m2"},
+    **{"torch.float8_e4m3fn": "f8e4m3", "torch.float8_e5m2": "f8e5m2", "torch.int32": "i32", "torch.int64": "i64"},
 }
 MAX_AXES = 64  # torch's limit for a tensor
 

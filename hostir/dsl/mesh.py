@@ -27,14 +27,15 @@ class ParallelType(Enum):
 
 
 class DeviceMesh:
-    """The ranks that hold a tensor, arranged along one or two named axes.
+    """The ranks that hold a tensor, arranged along one or more named axes.
 
     Raises HostIRError for a rank that occurs twice, for rows of different lengths, and for invalid names of axes.
 
     Args:
-        devices: the ranks: `range(8)` for one axis, `[[0, 1, 2, 3], [4, 5, 6, 7]]` for two axes. Arrays of integers
-            are accepted, too.
-        names: one name for each axis, outermost first; by default `("didx",)` or `("didy", "didx")`.
+        devices: the ranks: `range(8)` for one axis, `[[0, 1, 2, 3], [4, 5, 6, 7]]` for two axes, lists of such lists
+            for more. Arrays of integers are accepted, too.
+        names: one name for each axis, outermost first; by default `("didx",)` or `("didy", "didx")`. A mesh of more
+            axes needs names, such as `("dp", "cp", "tp")`.
 
     Fields:
         devices: the ranks in row-major order.
@@ -44,8 +45,8 @@ class DeviceMesh:
 
     def __init__(self, devices: Iterable[Any], names: Sequence[str] | None = None) -> None:
         span = user_span()
-        rows, self.shape = _grid(devices, span)
-        self.devices: tuple[int, ...] = tuple(d for row in rows for d in row)
+        self.devices: tuple[int, ...]
+        self.devices, self.shape = _grid(devices, span)
         if any(isinstance(d, bool) or not isinstance(d, int) or d < 0 for d in self.devices):
             raise error(
                 f"a mesh names devices by rank, not {described(list(self.devices))}", span, expected="integers from 0"
@@ -62,7 +63,7 @@ class DeviceMesh:
             return self.names[-1]
         if on is ParallelType.DIDy:
             if len(self.names) < 2:
-                raise error("DIDy needs a mesh of two axes", span, hint="such as DeviceMesh([[0, 1], [2, 3]])")
+                raise error("DIDy needs a mesh of two or more axes", span, hint="such as DeviceMesh([[0, 1], [2, 3]])")
             return self.names[-2]
         if not isinstance(on, str) or on not in self.names:
             known = ", ".join(self.names)
@@ -81,31 +82,37 @@ class DeviceMesh:
         return f"mesh of {axes}"
 
 
-def _grid(devices: Iterable[Any], span: Span | None) -> tuple[list[list[Any]], tuple[int, ...]]:
-    """Return the devices as a list of rows, and the shape of the mesh. Raise if the rows have different lengths."""
-    plain = _plain(devices)
-    lines = [_plain(line) for line in plain] if isinstance(plain, Iterable) else []
-    rows = [list(d) for d in lines if isinstance(d, Iterable)]
-    if any(isinstance(device, Iterable) and not isinstance(device, str) for row in rows for device in row):
-        raise error("a mesh has one or two axes, not more", span, expected="range(8), or [[0, 1], [2, 3]]")
-    if not lines or len(rows) not in (0, len(lines)) or len({len(row) for row in rows}) > 1 or [] in rows:
+def _grid(devices: Any, span: Span | None) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    """Return the devices in row-major order, and the shape of the mesh. Raise if rows have different lengths."""
+    level: list[Any] = [_nested(devices)]
+    shape: list[int] = []
+    while isinstance(level[0], list):
+        lengths = {len(part) if isinstance(part, list) else 0 for part in level}
+        if len(lengths) > 1 or 0 in lengths:
+            break
+        shape += lengths
+        level = [device for part in level for device in part]
+    if not shape or any(isinstance(device, list) for device in level):
         raise error(
             f"no mesh can be made of {described(devices)}",
             span,
             expected="devices in a line or in rows of equal length: range(8), or [[0, 1], [2, 3]]",
         )
-    return (rows, (len(rows), len(rows[0]))) if rows else ([lines], (len(lines),))
+    return tuple(level), tuple(shape)
 
 
-def _plain(x: Any) -> Any:
-    """Convert an array or a tensor to a list or a number; return any other object unchanged."""
-    return x.tolist() if hasattr(x, "tolist") and not isinstance(x, type) else x
+def _nested(x: Any) -> Any:
+    """Convert arrays, tensors and other iterables to lists, also inside; return any other object unchanged."""
+    x = x.tolist() if hasattr(x, "tolist") and not isinstance(x, type) else x
+    return [_nested(part) for part in x] if isinstance(x, Iterable) and not isinstance(x, str) else x
 
 
 def _names(names: Sequence[str] | None, axes: int, span: Span | None) -> tuple[str, ...]:
     if names is not None and not isinstance(names, str | list | tuple):
         expected = "a list of names, such as ['tp', 'dp']"
         raise error(f"no names of mesh axes: {described(names)}", span, expected=expected)
+    if not names and axes > 2:
+        raise error(f"a mesh of {axes} axes has no default names", span, hint="such as names=('dp', 'cp', 'tp')")
     axis_names = (names,) if isinstance(names, str) else tuple(names) if names else ("didy", "didx")[-axes:]
     for name in axis_names:
         if not isinstance(name, str) or not NAME.fullmatch(name) or name == STREAM:

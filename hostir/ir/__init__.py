@@ -1,6 +1,7 @@
 """The intermediate representation: types, statements and text. Imports neither torch nor triton."""
 
 import hostir.ir.comm_ops
+import hostir.ir.expert_ops
 import hostir.ir.host_ops
 import hostir.ir.message_ops
 import hostir.ir.onesided_ops

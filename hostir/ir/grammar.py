@@ -15,7 +15,7 @@ from hostir.ir.text import FieldPart, OptionalPart, SyntaxPart, template
 BASE = r"""
 start: _HOSTIR INT mesh* head
 mesh: _MESH AT "[" NAME ("," NAME)* "]" "=" (row | grid)
-grid: ("(" row ")")+
+grid: ("(" (row | grid) ")")+
 row: INT+
 head: PHASE AT "(" [params] ")" "->" "(" [names] ")" [_STREAMS INT] block
 params: binder ("," binder)*

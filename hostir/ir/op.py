@@ -207,6 +207,21 @@ class FlagOperand:
     raises: bool = False
 
 
+@dataclass(frozen=True)
+class IndexOperand:
+    """An operand that holds indices.
+
+    Fields:
+        indices: the operand, of an integer dtype.
+        limit: valid indices are at least 0 and less than `limit`.
+        ascending: True if the indices must not decrease along the last axis, and may also equal `limit`.
+    """
+
+    indices: Value
+    limit: Size
+    ascending: bool = False
+
+
 class ViewStrides(Protocol):
     """Computes the strides of a view from the strides of its operand `x`. Strides may contain symbols."""
 
@@ -321,6 +336,11 @@ class Traits:
         None if the statement is not a product.
         """
         return None
+
+    @property
+    def index_operands(self) -> tuple[IndexOperand, ...]:
+        """The operands that hold indices, which a kernel reads when it runs. Other operands must not be integers."""
+        return ()
 
     @property
     def teams(self) -> tuple[tuple[int, ...], ...]:

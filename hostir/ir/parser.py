@@ -24,6 +24,19 @@ def read(text: str, file: str) -> Program:
     return TreeReader(text, file).program(tree_of(text, file))
 
 
+def _rows(grid: Tree[Token]) -> list[Tree[Token]]:
+    """Return the innermost rows of a mesh."""
+    return [grid] if grid.data == "row" else [row for part in _parts(grid) for row in _rows(part)]
+
+
+def _shape(grid: Tree[Token]) -> tuple[int, ...] | None:
+    """Return the extents of a mesh, outermost first. Return None if rows have different lengths."""
+    parts = _parts(grid)
+    inner = {()} if grid.data == "row" else {_shape(part) for part in parts}
+    shape = inner.pop()
+    return None if inner or shape is None else (len(parts), *shape)
+
+
 def _parts(tree: Tree[Token]) -> list[Any]:
     """Return the children of a tree. Their type is Any, because the grammar decides if a child is a tree or a token."""
     return tree.children
@@ -170,14 +183,13 @@ class TreeReader:
     def mesh(self, tree: Tree[Token]) -> None:
         name, *names, grid = _parts(tree)
         span, axes = self.text.span(name), tuple(map(str, names))
-        lines = _parts(grid) if grid.data == "grid" else [grid]
-        rows = [[self.text.integer(d) for d in _parts(line)] for line in lines]
-        devices = tuple(d for row in rows for d in row)
-        shape = (len(rows), len(rows[0])) if grid.data == "grid" else (len(devices),)
-        if len(axes) != len(shape) or len({len(row) for row in rows}) != 1:
+        rows, shape = _rows(grid), _shape(grid)
+        devices = tuple(self.text.integer(d) for row in rows for d in _parts(row))
+        if shape is None or len(axes) != len(shape):
             named = f"{len(axes)} named {'axis' if len(axes) == 1 else 'axes'}"
-            grid_text = f"rows of {', '.join(str(len(row)) for row in rows)}" if len(shape) == 2 else "one line of"
-            expected = "[x] = 0 1 2 3, or [y, x] = (0 1) (2 3)"
+            lengths = ", ".join(str(len(_parts(row))) for row in rows)
+            grid_text = f"rows of {lengths}" if grid.data == "grid" else "one line of"
+            expected = "[x] = 0 1 2 3, or [y, x] = (0 1) (2 3), or [z, y, x] = ((0 1) (2 3)) ((4 5) (6 7))"
             raise error(f"mesh {name} has {named}, and {grid_text} devices", span, expected=expected)
         if len(set(devices)) != len(devices) or len(set(axes)) != len(axes):
             raise error(f"mesh {name} names a device or an axis twice", span, expected="each device and each axis once")

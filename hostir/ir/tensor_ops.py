@@ -41,7 +41,7 @@ from hostir.ir.op import (
 from hostir.ir.sharding import ALONE, CONTRACTED, Map, join
 from hostir.ir.sizes import Division, Size, product
 from hostir.ir.source import HostIRError, did_you_mean
-from hostir.ir.types import DTYPES, FP8, DType, TensorType
+from hostir.ir.types import FLOATS, FP8, INTEGERS, DType, TensorType
 
 if TYPE_CHECKING:
     from hostir.ir.machine import Frame
@@ -59,6 +59,7 @@ class TensorOp(Statement):
     stand_ins: ClassVar[frozenset[str]] = frozenset()  # fields that replace a part of an operand
     followers: ClassVar[frozenset[str]] = frozenset()  # operands that take the sharding of the other operands
     takes_fp8: ClassVar[bool] = False  # True if operands may be fp8; most computations have no scales for fp8
+    takes_integers: ClassVar[bool] = False  # True if all operands may be integers, because nothing is computed
 
     out: Write
 
@@ -108,6 +109,8 @@ class TensorOp(Statement):
                 expected="operands in f64, f32, f16 or bf16",
                 hint="scaled_matmul multiplies fp8 with its scales; cast converts it to a wider dtype",
             )
+        if not self.takes_integers:
+            check_integers(self)
         (dtype, shape), declared = self.result(), self.out.tensor
         if declared.dtype != dtype or declared.shape != shape:
             gives = f"{dtype}[{', '.join(map(str, shape))}]"
@@ -115,6 +118,11 @@ class TensorOp(Statement):
 
     def verify_layout(self) -> None:
         check_one_mesh(self, [*self.operands, self.out])
+
+    @property
+    def linear_in(self) -> Value | None:
+        """The operand in which the computation is linear: if it is a partial sum, so is the result."""
+        return None
 
     @property
     def computed(self) -> Value:
@@ -147,6 +155,10 @@ class TensorOp(Statement):
         maps = self.maps()
         return all(CONTRACTED not in axes for axes in maps) and maps[operand] == tuple(range(len(self.out.tensor.axes)))
 
+    def keeps_axis(self, axis: int) -> bool:
+        """Return True if a slice of one element along an axis of the result must keep this axis, with extent 1."""
+        return False
+
     def options(self) -> dict[str, Any]:
         """Return the options of the kernel by name: the fields of the statement that are neither tensors nor flags."""
         return {n: getattr(self, n) for n, c in codecs_of(type(self)).items() if c not in VALUE_CODECS}
@@ -174,6 +186,22 @@ def check_one_mesh(op: Statement, values: Sequence[Value]) -> None:
         )
 
 
+def check_integers(op: TensorOp) -> None:
+    """Raise unless the operands that hold indices are integers, and the other operands are not."""
+    indices = [operand.indices for operand in op.index_operands]
+    for value in op.operands:
+        dtype = value.tensor.dtype
+        if value in indices and dtype.name not in INTEGERS:
+            expected = f"indices in {' or '.join(INTEGERS)}"
+            raise op.fail(f"{value} holds indices, and is {dtype}", expected=expected)
+        if value not in indices and dtype.name in INTEGERS:
+            raise op.fail(
+                f"{op.keyword()} cannot compute with {value}, which is {dtype}",
+                expected="operands in f64, f32, f16 or bf16",
+                hint="integers are indices, which can be copied, gathered and viewed",
+            )
+
+
 def same_dtype(op: Statement, values: Sequence[Value]) -> DType:
     """Return the common dtype of these operands; raise if they differ."""
     first = values[0]
@@ -191,9 +219,15 @@ def same_dtype(op: Statement, values: Sequence[Value]) -> DType:
 def check_contracted(op: Statement, a: Value, b: Value, b_axis: int) -> None:
     """Raise if `b` is not a matrix, or if its axis `b_axis` has another extent than the last axis of `a`."""
     if len(b.tensor.axes) != 2:
-        raise op.fail(f"{b} has {len(b.tensor.axes)} axes", expected="a right side with 2 axes")
+        hint = "batched_matmul multiplies matrices in pairs" if len(b.tensor.axes) > 2 else ""
+        raise op.fail(f"{b} has {len(b.tensor.axes)} axes", expected="a right side with 2 axes", hint=hint)
     if not a.tensor.axes:
         raise op.fail(f"{a} has no axes", expected="a left side with at least 1 axis")
+    check_equal_terms(op, a, b, b_axis)
+
+
+def check_equal_terms(op: Statement, a: Value, b: Value, b_axis: int) -> None:
+    """Raise if the last axis of `a` and the axis `b_axis` of `b`, over which a product sums, have different extents."""
     k, other = a.tensor.shape[-1], b.tensor.shape[b_axis]
     if k != other:
         raise op.fail(
@@ -379,6 +413,9 @@ class Contraction(ByBlocks):
     def right_side(self) -> tuple[Value, int]:
         return self.operands[1], self.maps()[1].index(CONTRACTED)
 
+    def keeps_axis(self, axis: int) -> bool:
+        return axis == len(self.out.tensor.axes) - 1  # the columns
+
 
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
@@ -467,6 +504,44 @@ class Linear(Contraction):
         return ((*range(rows), CONTRACTED), (rows, CONTRACTED), (rows,))[: len(self.operands)]
 
 
+@statement
+@dataclass(frozen=True, eq=False, repr=False)
+class BatchedMatmul(TensorOp):
+    """`out[..., M, N] = a[..., M, K] @ b[..., K, N]`: a product of two matrices for each index of the leading axes.
+
+    The operands have equal leading axes, in any number. Sums are accumulated in f32, or in f64 if the operands are f64.
+
+    Example: %c: bf16[8, 16, 32] = batched_matmul %a: bf16[8, 16, 64], %b: bf16[8, 64, 32]
+    """
+
+    syntax = "batched_matmul {a}, {b} -> {out}"
+    contracts: ClassVar[bool] = True
+
+    a: Read
+    b: Read
+
+    def result(self) -> tuple[DType, tuple[Size, ...]]:
+        dtype, a, b = same_dtype(self, [self.a, self.b]), self.a.tensor.shape, self.b.tensor.shape
+        if len(a) < 2 or a[:-2] != b[:-2] or len(a) != len(b):
+            raise self.fail(
+                f"batches of matrices do not match: {self.a} is {self.a.type}, {self.b} is {self.b.type}",
+                expected="[..., M, K] and [..., K, N] with equal leading axes",
+            )
+        check_equal_terms(self, self.a, self.b, len(b) - 2)
+        return dtype, (*a[:-1], b[-1])
+
+    def maps(self) -> tuple[Map, ...]:
+        batch = range(len(self.a.tensor.axes) - 2)
+        return (*batch, len(batch), CONTRACTED), (*batch, CONTRACTED, len(batch) + 1)
+
+    @property
+    def right_side(self) -> tuple[Value, int]:
+        return self.b, len(self.b.tensor.axes) - 2
+
+    def keeps_axis(self, axis: int) -> bool:
+        return axis >= len(self.out.tensor.axes) - 2  # the rows and the columns
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Binary(TensorOp):
     """The base class of elementwise computations on two tensors.
@@ -493,6 +568,12 @@ class Binary(TensorOp):
     def maps(self) -> tuple[Map, ...]:
         shape = self.result()[1]
         return _broadcast(self.x, shape), _broadcast(self.y, shape)
+
+    def keeps_axis(self, axis: int) -> bool:
+        # The other operand has an axis at the same place or further out, and is broadcast along `axis`. Shapes are
+        # aligned at their last axes, so without `axis` the axes of that operand would be aligned with the wrong axes.
+        inner = len(self.out.tensor.axes) - 1 - axis
+        return any(axis not in map and len(map) > inner for map in self.maps())
 
 
 def _broadcast(value: Value, shape: Shape) -> Map:
@@ -632,6 +713,7 @@ class DenseCopy(Unary):
 
     syntax = "copy {x} -> {out}"
     takes_fp8: ClassVar[bool] = True
+    takes_integers: ClassVar[bool] = True
 
     def infer(self) -> TensorType:
         return self.x.tensor  # the copy of a partial sum is a partial sum
@@ -652,10 +734,11 @@ class Cast(Unary):
     dtype: Name
 
     def result(self) -> tuple[DType, tuple[Size, ...]]:
-        if self.dtype not in DTYPES:
-            expected, hint = f"one of: {', '.join(DTYPES)}", did_you_mean(self.dtype, DTYPES)
-            raise self.fail(f"unknown dtype '{self.dtype}'", expected=expected, hint=hint)
-        return DTYPES[self.dtype], self.x.tensor.shape
+        if self.dtype not in FLOATS:
+            problem = "cast cannot round to" if self.dtype in INTEGERS else "unknown dtype"
+            expected, hint = f"one of: {', '.join(FLOATS)}", did_you_mean(self.dtype, FLOATS)
+            raise self.fail(f"{problem} '{self.dtype}'", expected=expected, hint=hint)
+        return FLOATS[self.dtype], self.x.tensor.shape
 
     @property
     def exact(self) -> bool:

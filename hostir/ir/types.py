@@ -25,13 +25,15 @@ class DType:
 
 
 FP8 = {d.name: d for d in (DType("f8e4m3", 1), DType("f8e5m2", 1))}  # only with scales: see `scaled_matmul`
-DTYPES = {d.name: d for d in (DType("f64", 8), DType("f32", 4), DType("f16", 2), DType("bf16", 2))} | FP8
+INTEGERS = {d.name: d for d in (DType("i32", 4), DType("i64", 8))}  # only as indices: nothing computes with them
+FLOATS = {d.name: d for d in (DType("f64", 8), DType("f32", 4), DType("f16", 2), DType("bf16", 2))} | FP8
+DTYPES = FLOATS | INTEGERS
 FLAG = DType("flag", 8)  # only in host programs: signals set flags, and streams wait for them
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """A grid of devices with one or two named axes, outermost first.
+    """A grid of devices with one or more named axes, outermost first.
 
     `devices` lists the grid in row-major order. nvFuser calls the last axis DIDx and the axis before it DIDy. The text
     of a program uses the names in `axes`, such as `didx` or `tp`.
@@ -77,13 +79,10 @@ class Mesh:
         return teams_of
 
     def __str__(self) -> str:
-        if len(self.shape) == 1:
-            grid = " ".join(map(str, self.devices))
-        else:
-            n = self.shape[1]
-            rows = (self.devices[i : i + n] for i in range(0, len(self.devices), n))
-            grid = " ".join(f"({' '.join(map(str, row))})" for row in rows)
-        return f"@{self.name} [{', '.join(self.axes)}] = {grid}"
+        parts = [str(device) for device in self.devices]
+        for n in self.shape[:0:-1]:  # from the innermost axis outwards
+            parts = [f"({' '.join(parts[i : i + n])})" for i in range(0, len(parts), n)]
+        return f"@{self.name} [{', '.join(self.axes)}] = {' '.join(parts)}"
 
 
 @dataclass(frozen=True)

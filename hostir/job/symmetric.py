@@ -54,6 +54,7 @@ from hostir.job.offers import (
     first_refusal,
     judge,
 )
+from hostir.kernels.dtypes import undefined
 from hostir.knobs import SYMMETRIC_LIMIT
 from hostir.plan.operations import SymmetricOp
 from hostir.plan.unrolled import UnrolledProgram
@@ -162,6 +163,7 @@ class SharedMemory:
         rooms: the number of bytes of each buffer.
         flat: for each buffer and rank, a tensor with one axis that holds all elements for which the buffer has room.
         buffers: for each buffer and rank, a tensor of the elements that the sizes at the rendezvous use.
+        flags: the rows of flags among the buffers, each with the rank that owns it.
         read: the buffers that a peer reads. Each item names a buffer and the rank that owns it.
         plans: the plans that use the memory.
         captured: the items of `plans` that CUDA graphs of the caller use.
@@ -181,11 +183,14 @@ class SharedMemory:
         self.used, self.calls = 0.0, 0
         self.gone = False
         self.kept: dict[Hashable, Any] = {}
+        self.flags = set[tuple[BufferPlace, int]]()
         self.flat: dict[tuple[BufferPlace, int], torch.Tensor] = {}
         self.buffers: dict[tuple[BufferPlace, int], torch.Tensor] = {}
         for rank, memory in maps.items():
             at = 0
             for buffer in offers[rank].buffers:
+                if buffer.dtype == FLAG.name:
+                    self.flags.add((buffer.place, rank))
                 flat = self.flat[buffer.place, rank] = memory[at : at + buffer.bytes].view(buffer.torch_dtype)
                 self.buffers[buffer.place, rank] = flat[: prod(buffer.shape)].view(buffer.shape)
                 at += buffer.bytes
@@ -197,13 +202,13 @@ class SharedMemory:
         return buffer if buffer.shape == op.shape else self.flat[place][: prod(op.shape)].view(op.shape)
 
     def clear(self, rank: int) -> None:
-        """Fill the buffers of a rank with their initial contents: NaN for floating-point numbers, 0 for flags."""
-        for (_, owner), buffer in self.flat.items():
+        """Fill the buffers of a rank with their initial contents: 0 for flags; others are undefined, so NaN or -1."""
+        for (place, owner), buffer in self.flat.items():
             if owner == rank:
-                buffer.fill_(float("nan") if buffer.is_floating_point() else 0)
+                buffer.fill_(0 if (place, owner) in self.flags else undefined(buffer.dtype))
 
     def overwrite(self, rank: int, page: torch.Tensor) -> None:
-        """Overwrite all floating-point buffers of a rank with copies of a page of bytes.
+        """Overwrite all buffers of a rank except flags with copies of a page of bytes.
 
         The copies are issued to the current stream. They run on copy engines and need no kernels.
 
@@ -211,8 +216,8 @@ class SharedMemory:
             rank: the rank whose buffers are overwritten.
             page: a uint8 tensor in pinned memory.
         """
-        for (_, owner), buffer in self.flat.items():
-            if owner == rank and buffer.is_floating_point():
+        for (place, owner), buffer in self.flat.items():
+            if owner == rank and (place, owner) not in self.flags:
                 for part in buffer.view(torch.uint8).split(len(page)):
                     part.copy_(page[: len(part)], non_blocking=True)
 

@@ -12,12 +12,20 @@ of the operands.
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 
 import torch
 
-from hostir.kernels.layout import rows
+from hostir.kernels.grouped_library import (
+    grouped_by_library,
+    outer_by_library,
+    takes_grouped,
+    valid_index,
+    valid_offsets,
+)
+from hostir.kernels.layout import collapse, rows
 from hostir.kernels.matmul.tiles import SCALE_BLOCK
 from hostir.kernels.scaled_library import scaled_by_library
 from hostir.kernels.scales import scaled_matmul_reference
@@ -76,6 +84,93 @@ def linear(out: torch.Tensor, a: torch.Tensor, weight: torch.Tensor, bias: torch
     `torch.nn.functional.linear` does the same.
     """
     matmul(out, a, weight.t(), bias)
+
+
+def batched_matmul(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """`out[..., M, N] = a[..., M, K] @ b[..., K, N]` for each index of the leading axes, rounded once."""
+    matmul(out, a, b)
+
+
+def grouped_matmul(out: torch.Tensor, x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor) -> None:
+    """`out[..., t, :] = x[..., t, :] @ w[e]` for the rows t of group e; rows of no group become 0; rounded once.
+
+    `torch._grouped_mm` computes it if it supports the operands. Otherwise there is one product for each group, and the
+    host waits for the offsets. Raises HostIRError for offsets that decrease or lie outside the rows, except if
+    `torch._grouped_mm` computes the result: it limits such offsets to the rows.
+    """
+    if offsets.ndim > 1:
+        for out_part, x_part, offsets_part in zip(out, x, offsets, strict=True):
+            grouped_matmul(out_part, x_part, w, offsets_part)
+    elif takes_grouped(out, x, w):
+        grouped_by_library(out, x, w, offsets)
+    else:
+        begins = valid_offsets(offsets, len(x))
+        out[: begins[0]].zero_()
+        out[begins[-1] :].zero_()
+        for matrix, (begin, end) in zip(w, itertools.pairwise(begins), strict=True):
+            if begin < end:
+                matmul(out[begin:end], x[begin:end], matrix)
+
+
+def grouped_outer(
+    out: torch.Tensor, x: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor, addend: torch.Tensor | None = None
+) -> None:
+    """`out[e] = sum of the outer products of x[t] and y[t] over the rows t of group e, + addend[e]`, rounded once.
+
+    With one leading axis, the sum is also over this axis. The addend may be `out` itself. `torch._grouped_mm` computes
+    the sums if it supports the operands. Otherwise the host waits for the offsets, and there is one product for each
+    group. Raises HostIRError for invalid offsets as `grouped_matmul` does.
+    """
+    sources = [(x, y, offsets)] if x.ndim == 2 else list(zip(x, y, offsets, strict=True))
+    wide = torch.promote_types(out.dtype, torch.float32)
+    total = out if len(sources) == 1 and addend is None else torch.zeros(out.shape, dtype=wide, device=out.device)
+    for x_rows, y_rows, begins in sources:
+        part = total if len(sources) == 1 and addend is None else torch.empty_like(total)
+        _outer(part, x_rows, y_rows, begins)
+        if part is not total:
+            total += part
+    if total is not out:
+        out.copy_(total if addend is None else total + addend)
+
+
+def _outer(out: torch.Tensor, x: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor) -> None:
+    """Compute `out[e] = x[rows of e]^T @ y[rows of e]` for each group e. The dtype of `out` may be wider."""
+    if takes_grouped(out, x.t(), y):
+        outer_by_library(out, x, y, offsets)
+        return
+    x, y = x.to(out.dtype), y.to(out.dtype)
+    for total, (begin, end) in zip(out, itertools.pairwise(valid_offsets(offsets, len(x))), strict=True):
+        if begin < end:
+            matmul(total, x[begin:end].t(), y[begin:end])
+        else:
+            total.zero_()
+
+
+def permute_rows(out: torch.Tensor, x: torch.Tensor, index: torch.Tensor) -> None:
+    """`out[..., s, :] = x[..., index[..., s], :]`.
+
+    Raises HostIRError for an index outside the rows, on a CPU. On a GPU, such an index is limited to the rows.
+    """
+    out.copy_(_rows_at(x, valid_index(index, x.shape[-2])))
+
+
+def combine_rows(out: torch.Tensor, y: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> None:
+    """`out[..., t, :] = sum over j of weights[..., t, j] * y[..., index[..., t, j], :]`, in this order, rounded once.
+
+    It is computed in f32 or better. An index outside the rows is treated as in `permute_rows`.
+    """
+    wide, index = torch.promote_types(out.dtype, torch.float32), valid_index(index, y.shape[-2])
+    total = torch.zeros(out.shape, dtype=wide, device=out.device)
+    for j in range(index.shape[-1]):
+        total += weights[..., j, None].to(wide) * _rows_at(y, index[..., j])
+    out.copy_(total)
+
+
+def _rows_at(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Return `x[..., index[..., s], :]` for each s."""
+    if x.ndim == 2:
+        return x.index_select(0, index)
+    return x.gather(-2, index[..., None].expand(*index.shape, x.shape[-1]))
 
 
 def add(out: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> None:
@@ -243,15 +338,19 @@ def quantize(out: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, *, dtype: 
 KERNELS: dict[str, Callable[..., None]] = {
     f.__name__: f
     for f in (
-        *(matmul, linear, add, mul, relu, gelu, silu, copy, cast, sum, rms_norm),
+        *(matmul, linear, batched_matmul, add, mul, relu, gelu, silu, copy, cast, sum, rms_norm),
         *(scale, offset, scaled_matmul, row_scales, largest, quantize),
+        *(grouped_matmul, grouped_outer, permute_rows, combine_rows),
     )
 }
-BY_CUBLAS = (matmul, linear, scaled_matmul)  # kernels that call cuBLAS
+BY_CUBLAS = (matmul, linear, batched_matmul, grouped_matmul, grouped_outer, scaled_matmul)  # kernels that call cuBLAS
 
 
 def _multiply(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> None:
     """Compute `out = a @ b (+ bias)` with torch's current settings."""
+    if b.ndim > 2:
+        _multiply_batches(out, a, b)
+        return
     if bias is None and out.is_contiguous() and _folds(a.shape, a.stride()):  # else torch.matmul may resize or fail
         torch.matmul(a, b, out=out)  # takes less host time than our views
         return
@@ -270,6 +369,21 @@ def _multiply(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.T
     else:
         for i, (out_part, a_part) in enumerate(zip(out, a, strict=True)):
             _multiply(out_part, a_part, b, bias if bias is None or bias.ndim == 1 else bias[i])
+
+
+def _multiply_batches(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Compute `out[..., M, N] = a[..., M, K] @ b[..., K, N]`. It is one product if the leading axes merge into one."""
+    lead = collapse(a.shape[:-2], *(t.stride()[:-2] for t in (out, a, b)))
+    if len(lead) > 1:
+        for parts in zip(out, a, b, strict=True):
+            _multiply_batches(*parts)
+        return
+    ((size, *strides),) = lead or [(1, 0, 0, 0)]
+    flat = [
+        t.as_strided((size, *t.shape[-2:]), (stride, *t.stride()[-2:]))
+        for t, stride in zip((out, a, b), strides, strict=True)
+    ]
+    torch.bmm(*flat[1:], out=flat[0])
 
 
 @functools.lru_cache(maxsize=1024)

@@ -15,6 +15,7 @@ import torch
 
 from hostir.ir.source import error
 from hostir.kernels import aten
+from hostir.kernels.grouped_library import grouped_by_library, takes_grouped
 from hostir.kernels.layout import collapse, rows, with_all_rows
 from hostir.kernels.repeats import ATEN, Again, Kernel
 from hostir.kernels.scaled import readable
@@ -312,6 +313,25 @@ def _rms_norm(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None = 
 BY_ROWS: Mapping[str, Kernel] = {"row_scales": _row_scales, "quantize": _quantize, "rms_norm": _rms_norm}
 
 
+def _grouped_matmul(out: torch.Tensor, x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor) -> None:
+    from hostir.kernels.grouped import grouped_matmul  # loads Triton: only where it is used
+
+    grouped_matmul(out, x, w, offsets)
+
+
+def grouped_matmul_of_either(out: torch.Tensor, x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor) -> None:
+    """Compute a grouped matmul by `torch._grouped_mm` if it supports the operands, else in Triton."""
+    from hostir.kernels.devices import only_loads  # loads Triton: only where it is used
+
+    if offsets.ndim > 1 or not takes_grouped(out, x, w):
+        _grouped_matmul(out, x, w, offsets)
+    elif not only_loads():
+        grouped_by_library(out, x, w, offsets)
+
+
+GROUPED: tuple[Kernel, ...] = (_grouped_matmul, grouped_matmul_of_either)
+
+
 def sum_of_few(
     out: torch.Tensor, x: torch.Tensor, addend: torch.Tensor | None = None, *, axis: int, activation: str = ""
 ) -> Again | None:
@@ -330,7 +350,13 @@ def sum_of_few(
 # Kernels that may return a function which repeats the call; see `repeating`.
 REPEATABLE: tuple[Kernel, ...] = (*WITHOUT_FLAGS.values(), scaled_matmul_of_either, sum_by_blocks, sum_of_few)
 # Kernels that launch Triton kernels, at least for some operands. Their Triton kernels can be loaded before a call.
-IN_TRITON: tuple[Kernel, ...] = (*REPEATABLE, *BY_BLOCKS.values(), *PUSHED.values(), *BY_ROWS.values())
+IN_TRITON: tuple[Kernel, ...] = (
+    *REPEATABLE,
+    *BY_BLOCKS.values(),
+    *PUSHED.values(),
+    *BY_ROWS.values(),
+    *GROUPED,
+)
 # Kernels that call cuBLAS, at least for some operands.
 BY_CUBLAS: tuple[Kernel, ...] = (*aten.BY_CUBLAS, scaled_matmul_of_either)
 
@@ -357,4 +383,4 @@ def triton_kernels(device_type: str) -> dict[str, Kernel]:
             hint=f"set it, or {ATEN}",
         )
 
-    return {**WITHOUT_FLAGS, "sum": sum_by_blocks, **BY_ROWS}
+    return {**WITHOUT_FLAGS, "sum": sum_by_blocks, **BY_ROWS, "grouped_matmul": _grouped_matmul}

@@ -13,7 +13,7 @@ from hostir.ir.host_ops import For
 from hostir.ir.op import REGISTRY, Ref, Statement, Value
 from hostir.ir.program import Program, rewrite
 from hostir.ir.source import HostIRError, error
-from hostir.ir.tensor_ops import Binary, Contraction
+from hostir.ir.tensor_ops import TensorOp
 from hostir.ir.types import STREAM, Kind
 from hostir.lower import Pass
 from hostir.lower.host import Host
@@ -187,7 +187,8 @@ class _Groups:
             group.places[value.name] = place
         self.add_users(group, seed=value)
         _remove_prerequisites(self.program, group)
-        if any(_needs_axis(s, group.places[result_of(s).name]) for s in group.statements):
+        computations = (s for s in group.statements if isinstance(s, TensorOp))
+        if any(s.keeps_axis(group.places[s.out.name].axis) for s in computations):
             group.keep_axes()
         order = {result_of(s).name: n for n, s in enumerate(self.program.body)}
         group.statements.sort(key=lambda s: order[result_of(s).name])
@@ -244,20 +245,6 @@ class _Groups:
                 )
             fits = not late and place is not None and name not in self.taken and self.joins(s, place, group)
             (inside if fits else outside).add(name)
-
-
-def _needs_axis(s: Statement, place: SlicePlace) -> bool:
-    """Return True if a slice of one element must keep the sliced axis, as an axis of extent 1.
-
-    In a product, the axis must stay if it is the axis of the columns. In an elementwise statement, it must stay if
-    another operand is broadcast along it and has an axis at the same place or further out. Shapes are aligned at their
-    last axes, so the axes of that operand would otherwise be aligned with the wrong axes.
-    """
-    if isinstance(s, Contraction):
-        return place.axis == len(s.out.tensor.axes) - 1
-    return isinstance(s, Binary) and any(
-        place.axis not in map and len(map) > len(s.out.tensor.axes) - 1 - place.axis for map in s.maps()
-    )
 
 
 def _remove_prerequisites(program: Program, group: SlicedGroup) -> None:

@@ -89,12 +89,12 @@ class Propagate(Pass):
         for value in program.inputs:
             values[value.name] = replace(value, type=_on(value.tensor, program.meshes[0]))
         body = []
-        wanted = _wanted(program)
+        wanted, summed_later = _wanted(program), _summed_later(program)
         for s in program.body:
             renamed = s.rename(values)
             result = result_of(renamed)
             if result.tensor.mesh is None:
-                type = _sharded(renamed, result.tensor, wanted.get(result.name))
+                type = _sharded(renamed, result.tensor, wanted.get(result.name), result.name in summed_later)
                 values[result.name] = replace(result, type=type)
                 renamed = renamed.rename(values)
             body.append(renamed)
@@ -157,16 +157,23 @@ def _wanted(program: Program) -> dict[str, TensorType]:
     return wanted
 
 
+def _summed_later(program: Program) -> set[str]:
+    """Return the names of tensors that stay partial sums, because their only user is linear in them."""
+    users = users_of(program)
+    linear = [(s, s.linear_in) for s in program.body if isinstance(s, TensorOp)]
+    return {v.name for s, v in linear if v is not None and users[v.name] == [s] and v not in program.outputs}
+
+
 def _parts(type: TensorType) -> list[Size]:
     """Return, for each sharded factor of the type, its extent on one rank."""
     return [type.local_factor(f) for axis in type.host().axes for f in axis.factors if f.on]
 
 
-def _sharded(s: Statement, declared: TensorType, wanted: TensorType | None) -> TensorType:
+def _sharded(s: Statement, declared: TensorType, wanted: TensorType | None, summed_later: bool) -> TensorType:
     """Return the type of a statement's result.
 
-    The operands decide its sharding, and `declared` decides its Stream factors. If possible, a partial sum is reduced
-    to the sharding of `wanted`.
+    The operands decide its sharding, and `declared` decides its Stream factors. A partial sum stays one if it is
+    `summed_later`. Otherwise it is reduced, if possible to the sharding of `wanted`.
     """
     if isinstance(s, Reshard):
         return replace(declared, mesh=s.x.tensor.mesh)
@@ -177,10 +184,10 @@ def _sharded(s: Statement, declared: TensorType, wanted: TensorType | None) -> T
     else:
         assert isinstance(s, TensorOp)
         inferred = choose(s, _one_mesh(s), declared).result
-        if wanted and inferred.partial and wanted.mesh == inferred.mesh:
+        if wanted and inferred.partial and wanted.mesh == inferred.mesh and not summed_later:
             inferred = _reduced(inferred, wanted)
     axes = [_with_stream(s, g, d, inferred.mesh) for g, d in zip(inferred.axes, declared.axes, strict=True)]
-    return TensorType(declared.dtype, tuple(axes), inferred.mesh)
+    return TensorType(declared.dtype, tuple(axes), inferred.mesh, inferred.partial if summed_later else ())
 
 
 def _one_mesh(op: TensorOp) -> Sequence[TensorType]:

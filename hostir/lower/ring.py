@@ -64,7 +64,7 @@ class Ring(Pass):
         rows = RowCollectives.of(program, self.name, two_steps=lambda s: shared_axis(s) is not None)
         after = _after(rows)
         reason = "every matmul of these rows also needs what a later allgather brings"
-        rows = rows.only(lambda s: isinstance(s, ReduceScatter) or _in_turn(s, rows, after), reason)
+        rows = rows.only(lambda s: not isinstance(s, AllGather) or _in_turn(s, rows, after), reason)
         rows = rows.noted(self.name).with_block_axes(shard_in_pieces).with_products_in_blocks().with_scales_first()
         host = Host(rows.program, rows.ordered(rows.program))
         host.apart |= {s.out.name for s in rows.reduces}
@@ -108,17 +108,9 @@ def _groups(rows: RowCollectives) -> list[SlicedGroup]:
     after = _after(rows)
     groups: list[SlicedGroup] = []
     taken: set[str] = set()
-    for n, gather in enumerate(rows.gathers):
-        rows_of_slice = SlicePlace(0, ONE, Size(row_slices(gather)))
-        group = SlicedGroup([gather], {gather.out.name: rows_of_slice if by_columns(gather) else shard_place(gather)})
-        inside = {gather.out.name}
-        late = {name for name, latest in after.items() if latest >= n}
-        for s in rows.program.body:
-            name = result_of(s).name
-            if isinstance(s, TensorOp) and name not in taken and _joins(s, group, inside, late - inside):
-                inside.add(name)
-        taken |= inside
-        groups.append(group)
+    for gather in rows.gathers:
+        groups.append(_computed_from(gather, rows, after, taken))
+        taken |= {result_of(s).name for s in groups[-1].statements}
     for scatter in rows.scatters:
         place = shard_place(scatter)
         group = next((g for g in groups if g.places.get(scatter.x.name) == place and _alike(g, scatter)), SlicedGroup())
@@ -129,6 +121,24 @@ def _groups(rows: RowCollectives) -> list[SlicedGroup]:
     for group in groups:
         group.keep_axes()
     return groups
+
+
+def _computed_from(
+    gather: AllGather, rows: RowCollectives, after: dict[str, int], taken: Collection[str]
+) -> SlicedGroup:
+    """Return the group of an allgather, with the computations that can run on the rows of one rank at a time.
+
+    `taken` holds the results of statements that belong to other groups.
+    """
+    rows_of_slice = SlicePlace(0, ONE, Size(row_slices(gather)))
+    group = SlicedGroup([gather], {gather.out.name: rows_of_slice if by_columns(gather) else shard_place(gather)})
+    inside = {gather.out.name}
+    late = {name for name, latest in after.items() if latest >= after[gather.out.name]}
+    for s in rows.program.body:
+        name = result_of(s).name
+        if isinstance(s, TensorOp) and name not in taken and _joins(s, group, inside, late - inside):
+            inside.add(name)
+    return group
 
 
 def _alike(group: SlicedGroup, scatter: ReduceScatter) -> bool:
@@ -159,15 +169,17 @@ def _computed_for(scatter: ReduceScatter, rows: RowCollectives, taken: set[str])
     return group
 
 
-def _in_turn(s: RowCollective, rows: RowCollectives, after: dict[str, int]) -> bool:
+def _in_turn(s: AllGather, rows: RowCollectives, after: dict[str, int]) -> bool:
     """Return True if an allgather can be lowered to turns, one for each peer.
 
-    Some matmul must read the gathered rows and depend on no later allgather. There are two exceptions: nothing reads
-    the rows, or the allgather is the second step of an allreduce.
+    Some matmul must read the gathered rows, or what is computed from them shard by shard, and depend on no later
+    allgather. There are two exceptions: nothing reads the rows, or the allgather is the second step of an allreduce.
     """
     readers = [user for user in rows.program.body if reads_rows(user, s.out)]
     early = (all(after.get(v.name, -1) < after[s.out.name] for v in operands_of(u) if v != s.out) for u in readers)
-    return any(early) or not users(rows.program, s.out) or s.out.name in rows.regathered
+    if any(early) or not users(rows.program, s.out) or s.out.name in rows.regathered:
+        return True
+    return any(isinstance(c, TensorOp) and c.contracts for c in _computed_from(s, rows, after, ()).statements)
 
 
 def _after(rows: RowCollectives) -> dict[str, int]:

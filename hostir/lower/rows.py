@@ -10,14 +10,14 @@ from hostir.ir.op import Statement, Value
 from hostir.ir.program import Names, Program
 from hostir.ir.scaled_ops import ScaledMatmul, Scaling
 from hostir.ir.sizes import Size, product
-from hostir.ir.tensor_ops import Contraction
-from hostir.ir.types import Axis
+from hostir.ir.tensor_ops import Contraction, TensorOp
+from hostir.ir.types import INTEGERS, Axis
 from hostir.ir.view_ops import Reshape
 from hostir.lower.allreduces import in_two_steps
 from hostir.lower.host import isolate
 from hostir.lower.pipeline import with_reasons
 from hostir.lower.propagate import operands_of, result_of
-from hostir.lower.slices import SlicePlace
+from hostir.lower.slices import SlicePlace, operand_places, result_place, why_not
 
 SLICES = (4, 2)  # if columns are gathered: the numbers of slices into which rows may be cut, best first
 
@@ -331,6 +331,10 @@ def _why_not_overlapped(s: Communication, program: Program, strategy: str) -> st
         return f"it scatters the last axis of {s.x}, which no product alone makes" if columns else ""
     if not users(program, s.out):
         return f"it gathers the last axis of {s.x}, of which every row has a part on each rank" if columns else ""
+    if s.x.tensor.dtype.name in INTEGERS:
+        return "it gathers indices"
+    if not columns and strategy == "ring" and multiplied_in_turn(program, s):
+        return ""
     if not any(reads_rows(user, s.out) for user in program.body):
         return f"no matmul has {s.out} as its left side"
     if first_matmul(program, s) is None:
@@ -377,6 +381,25 @@ def reads_rows(s: Statement, rows: Value) -> bool:
     """Return True if a matmul reads a tensor as its left operand, and as no other operand."""
     reads = [v.name for v in operands_of(s)]
     return isinstance(s, Contraction) and s.a.name == rows.name and reads.count(rows.name) == 1
+
+
+def multiplied_in_turn(program: Program, s: AllGather) -> bool:
+    """Return True if a product can be computed shard by shard from gathered rows, or from what is computed from them.
+
+    The rows, or what is computed from them, are the left side of the product.
+    """
+    places = {s.out.name: shard_place(s)}
+    for user in program.body:
+        source = next((v for v in operands_of(user) if v.name in places), None)
+        if source is None or not isinstance(user, TensorOp):
+            continue
+        place = result_place(user, source, places[source.name])
+        if place is None or why_not(user, place, operand_places(user, place)):
+            continue
+        if user.contracts and source == user.operands[0]:
+            return True
+        places[user.out.name] = place
+    return False
 
 
 def first_matmul(program: Program, s: AllGather) -> Statement | None:

@@ -8,7 +8,7 @@ from math import prod
 
 from hostir.ir.sharding import CONTRACTED, Map, flat_marks, place_marks
 from hostir.ir.sizes import Size
-from hostir.ir.tensor_ops import Add, Cast, Contraction, TensorOp
+from hostir.ir.tensor_ops import Add, Cast, TensorOp
 from hostir.ir.types import STREAM, Axis, Factor, Mesh, TensorType
 from hostir.ir.view_ops import Permute, Reshape, ViewStatement
 
@@ -93,9 +93,11 @@ class _Computation:
 
     @property
     def added(self) -> set[str]:
-        """The mesh axes over which the result of an addition or of an exact cast stays a partial sum."""
+        """The mesh axes over which an addition, an exact cast or a linear computation keeps a partial sum."""
         if isinstance(self.op, Cast) and self.op.exact:
             return set(self.types[0].partial) & set(self.wanted.partial)
+        if self.op.linear_in is not None:
+            return set(self.types[self.op.operands.index(self.op.linear_in)].partial)
         if not isinstance(self.op, Add):
             return set()
         return set.intersection(*(set(t.partial) for t in self.types))
@@ -106,6 +108,8 @@ class _Computation:
         Such an operand is a term of an addition of partial sums, the operand of an exact cast, or the bias of a product
         that is a partial sum.
         """
+        if self.op.linear_in is not None and self.op.operands[operand] != self.op.linear_in:
+            return False
         added = operand in self.op.following and homes[mark] == CONTRACTED
         return mark in self.added or added
 
@@ -122,7 +126,7 @@ class _Computation:
         if self.wanted.mesh is not None:
             axis = self.wanted.axis_on(mark)
             return axis if any(axis in m for m in self.maps) else None  # else the axis is gathered on each rank
-        first = (1, 0, 2) if isinstance(self.op, Contraction) else range(len(at))
+        first = (1, 0, 2) if self.op.contracts else range(len(at))
         leading = [i for i in first if i < len(at) and i not in self.op.following]
         return next((to for i in leading if (to := at[i]) is not None and to >= 0), None)
 

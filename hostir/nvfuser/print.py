@@ -323,6 +323,8 @@ def _ranks(type: TensorType, mark: str) -> int:
 
 
 def _devices(mesh: Mesh) -> str:
+    if len(mesh.shape) > 2:
+        raise error(f"nvFuser's form has no spelling for a mesh of {len(mesh.shape)} axes", expected="one or two axes")
     if len(mesh.shape) == 1:
         return f"{{{' '.join(map(str, mesh.devices))}}}"
     n = mesh.shape[1]

@@ -38,7 +38,7 @@ from hostir.call.reference import reference
 from hostir.ir import parse
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
-from hostir.ir.types import DTYPES, FP8
+from hostir.ir.types import FLOATS, FP8
 from hostir.job import symmetric
 from hostir.job.agreement import Meetings
 from hostir.job.session import joined, session
@@ -59,7 +59,7 @@ from tests.gpu.stress_units import Delays
 RANK = int(os.environ["RANK"])
 SEED = 1000 * int(os.environ.get("MASTER_PORT", "1"))  # different in every job
 CASES: dict[str, Callable[[], None]] = {}
-COMPUTED = [name for name in DTYPES if name not in FP8]  # dtypes of all kernels; fp8 needs kernels that take scales
+COMPUTED = [name for name in FLOATS if name not in FP8]  # dtypes of all kernels; fp8 needs kernels that take scales
 Reference = Callable[..., tuple[torch.Tensor, ...]]
 
 

@@ -21,7 +21,7 @@ from hostir.check.small_sizes import small_sizes
 from hostir.ir import Program
 from hostir.lower import STRATEGIES
 from tests.judging.mutants import mutants
-from tests.judging.mutation import on_grid, originals
+from tests.judging.mutation import on_grid, originals, tiny
 
 HEAD = """hostir 1
 mesh @mesh [didx] = 0 1 2 3
@@ -155,6 +155,9 @@ MESHES = [
     ("@m [dp, tp] = (0 1 2 3 4 5 6 7)", "@n [dp, tp] = (0) (1) (2) (3) (4) (5) (6) (7)", (8,)),
     ("@m [dp, tp] = (0 1 2 3) (4 5 6 7)", "@n [dp, tp] = (0 1) (2 3) (4 5) (6 7)", None),
     ("@m [dp, tp] = (0 2 4 6) (1 3 5 7)", None, None),
+    ("@m [dp, cp, tp] = ((0 1) (2 3)) ((4 5) (6 7))", None, (2, 2, 2)),
+    ("@m [dp, cp, tp] = ((0 1) (2 3)) ((4 5) (6 7))", "@n [didx] = 0 1 2 3 4 5 6 7", (2, 2, 2)),
+    ("@m [dp, cp, tp] = ((0 1) (2 3)) ((4 5) (6 7))", "@n [dp, tp] = (0 1 2 3) (4 5 6 7)", None),
     ("@m [didx] = 0 1 2 3", "@n [didx] = 4 5 6 7", None),
     ("@m [didx] = 0 1 2 3 4 5 6 7", "@n [didx] = 1 0 2 3 4 5 6 7", None),
 ]
@@ -231,6 +234,14 @@ def test_the_accesses_to_rank_0_equal_the_accesses_in_an_analysis_of_all_ranks(p
 def test_one_rank_of_a_grid_stands_for_all(grid: tuple[int, int]) -> None:
     for program in on_grid(*grid):
         assert_one_rank_stands_for_all(program, compare=True)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_one_rank_of_a_grid_of_three_axes_stands_for_all(strategy: str) -> None:
+    with knobs.scope(spec=0):
+        program = hi.lower(tiny(patterns.mlp_3d, 8, 2), strategy)
+    assert_one_rank_stands_for_all(program, compare=True)
+    assert same_verdicts(program, Random(3), 4)
 
 
 def touches(events: list) -> Counter:  # type: ignore[type-arg]

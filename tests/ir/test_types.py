@@ -83,5 +83,5 @@ def test_a_host_program_has_no_stream_axes() -> None:
 
 def test_each_dtype_has_its_size_in_bytes() -> None:
     wide = {"f64": 8, "f32": 4, "f16": 2, "bf16": 2}
-    assert {name: d.bytes for name, d in DTYPES.items()} == wide | {"f8e4m3": 1, "f8e5m2": 1}
+    assert {name: d.bytes for name, d in DTYPES.items()} == wide | {"f8e4m3": 1, "f8e5m2": 1, "i32": 4, "i64": 8}
     assert str(tensor(Axis.of(4), mesh=None).__class__(DType("f8e4m3", 1), (Axis.of(4),))) == "f8e4m3[4]"

@@ -38,6 +38,7 @@ SENT = (  # patterns that send rows to peers by copies
     patterns.mlp,
     patterns.mlp_replicated,
     patterns.row_parallel_scattered,
+    patterns.moe_layer,
 )
 SMALL = AllReduceSteps(min_rows=1, min_bytes=1)  # in one step, with blocks of any size
 TWO = AllReduceSteps(extra_bytes=-1, chunks=2, min_rows=1, min_bytes=1)  # in two steps
@@ -54,7 +55,7 @@ def originals() -> tuple[Program, ...]:
 
 
 def _lowered() -> Iterator[Program]:
-    for pattern in patterns.PATTERNS:
+    for pattern in (*patterns.PATTERNS, *patterns.EXPERTS):
         for ranks, slices in ((2, 2), (2, 3), (4, 2)):
             fusion = tiny(pattern, ranks, slices)
             yield hi.lower(fusion, "sequential")

@@ -100,6 +100,21 @@ def test_contractions_of_any_layout_are_as_accurate_as_torch(data: st.DataObject
     assert_as_accurate(out, torchs, exact, magnitude)
 
 
+@settings(max_examples=100)
+@given(st.data())
+def test_batched_products_of_any_layout_are_as_accurate_as_torch(data: st.DataObject) -> None:
+    draw = data.draw
+    torch.manual_seed(draw(st.integers(0, 1 << 30)))
+    dtype, lead = draw(st.sampled_from(DTYPES)), draw(st.lists(st.integers(0, 3), max_size=3))
+    m, n, k = (draw(st.integers(0, 9)) for _ in range(3))
+    a = filled([*lead, m, k], dtype, **layout(draw, len(lead) + 2))
+    b = filled([*lead, k, n], dtype, **layout(draw, len(lead) + 2))
+    out, buffer = embedded([*lead, m, n], dtype, **layout(draw, len(lead) + 2))
+    KERNELS["batched_matmul"](out, a, b)
+    assert_only_view_written(out, buffer)
+    assert_as_accurate(out, a @ b, a.double() @ b.double(), a.double().abs() @ b.double().abs())
+
+
 @pytest.mark.parametrize(
     ("a", "out"),
     [

@@ -7,12 +7,14 @@ import re
 from collections.abc import Iterator
 
 import pytest
+import torch
 import triton
 import triton.language as tl
 from triton.compiler import ASTSource
 
 from hostir.kernels.flags.copies import PER_THREAD, WARPS, push_kernel
 from hostir.kernels.flags.pushed import Pushed
+from hostir.kernels.grouped import _grouped_matmul_kernel, _tile
 from hostir.kernels.matmul.kernel import Bias, Constants, Scales, Strides, Workspace, matmul_kernel
 from hostir.kernels.matmul.matmul import EXACT_RUN
 from hostir.kernels.matmul.tiles import Tile, candidates
@@ -469,6 +471,26 @@ def test_kernels_of_rows_move_16_bytes_at_a_time_round_in_hardware_and_spill_not
         if kernel is _quantize_kernel:
             assert f"cvt.rn.satfinite.{'e4m3' if out == 'fp8e4nv' else 'e5m2'}x2.f32" in ptx
             assert re.search(r"st\.global\.(v4\.b32|v2\.b32|b64|v2\.b64)", ptx)
+
+
+@pytest.mark.parametrize("rows", [16, 512])
+def test_a_grouped_matmul_of_16_bits_uses_tensor_cores_asynchronously_and_spills_nothing(rows):
+    names = _grouped_matmul_kernel.arg_names
+    tile = _tile(rows, torch.bfloat16)
+    options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
+    constants = {"INTERVALS": 128, **tile} | dict.fromkeys(("x_column", "w_column", "out_column", "offsets_step"), 1)
+    signature = {name: "constexpr" if name in constants else "i32" for name in names}
+    signature |= {"x": "*bf16", "w": "*bf16", "out": "*bf16", "offsets": "*i32"}
+    varying = ("sources", "groups", "rows")
+    aligned = {
+        (i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n][0] in "*i" and n not in varying
+    }
+    source = ASTSource(_grouped_matmul_kernel, signature, constexprs=constants, attrs=aligned)
+    kernel = triton.compile(source, target=TARGET, options=options)
+    assert "wgmma.mma_async" in kernel.asm["ptx"]
+    assert "cp.async.cg.shared.global" in kernel.asm["ptx"]
+    assert kernel.metadata.shared <= SHARED_MEMORY
+    assert kernel.metadata.spilled == 0
 
 
 def test_a_product_stores_16_bytes_at_a_time_to_peers_and_raises_flags_after_all_stores():

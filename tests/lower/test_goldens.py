@@ -17,18 +17,20 @@ from tests.call.whole import run_whole
 from tests.golden import Golden
 
 CASES = Path(__file__).parent.parent / "cases" / "patterns"
-PATTERNS = {p.__name__: p for p in (*patterns.PATTERNS, *patterns.NORMED, *patterns.SCALED)}
+PATTERNS = {p.__name__: p for p in (*patterns.PATTERNS, *patterns.NORMED, *patterns.EXPERTS, *patterns.SCALED)}
 # Programs that differ in more than names and sizes. `tests/lower` checks and runs the others without a golden file.
 FUSIONS = ["mlp", "mlp_2d", "allgather_matmul_rows", "broadcast", "attention_output", "quantized_rows"]
 SCALED = ["quantized_rows", "scaled_row_parallel", "scaled_batch_gathered"]
 EVERY = ["allgather_matmul", "row_parallel", "row_parallel_scattered", "mlp_2d", "attention_output"]
+EXPERTS = ["batched_mlp", "expert_mlp", "moe_layer"]
+COLLECTIVES = ["gather", "scatter", "broadcast", "alltoall", "sendrecv"]
 LOWERED = {
-    "sequential": [*EVERY, *SCALED, "weight_gathered", "gather", "scatter", "broadcast", "alltoall", "sendrecv"],
+    "sequential": [*EVERY, *SCALED, *EXPERTS, "weight_gathered", *COLLECTIVES],
     "sequential by one_shot": ["row_parallel", "row_parallel_scattered"],
     "sequential by two_shot": ["row_parallel"],
     "sequential by copy_engine": ["allgather_matmul"],
-    "pipeline": [*EVERY, "mlp", "allgather_matmul_rows", "weight_gathered"],
-    "ring": [*EVERY, *SCALED, "mlp", "all_gather", "all_reduce"],
+    "pipeline": [*EVERY, *EXPERTS, "mlp", "allgather_matmul_rows", "weight_gathered"],
+    "ring": [*EVERY, *SCALED, *EXPERTS, "mlp", "all_gather", "all_reduce"],
     "fused": [*EVERY, *SCALED, "mlp", "allgather_matmul_rows"],
     "push": [*EVERY, *SCALED, "mlp"],
 }

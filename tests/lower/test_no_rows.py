@@ -70,7 +70,9 @@ def test_any_size_may_be_0() -> None:
 
 def test_empty_tensors_issue_only_operations_that_synchronize_ranks() -> None:
     for pattern in PATTERNS:
-        if pattern.__name__.startswith("weight"):  # it stores zeros, or gathers tensors with elements
+        if pattern.__name__.startswith(
+            ("weight", "expert", "moe")
+        ):  # it stores zeros, or gathers tensors with elements
             continue
         for _, p in lowered(pattern, 2):
             parts = [shard(x, v.tensor, 0, {"M": 0}) for x, v in zip(random_inputs(p, {"M": 0}), p.inputs, strict=True)]

@@ -24,7 +24,7 @@ from tests.lower.held import without_each
 from tests.symbolic import PATTERNS, lowered
 
 Pattern = Callable[..., hi.Fusion]
-every_pattern = pytest.mark.parametrize("pattern", patterns.PATTERNS, ids=lambda p: p.__name__)
+every_pattern = pytest.mark.parametrize("pattern", [*patterns.PATTERNS, *patterns.EXPERTS], ids=lambda p: p.__name__)
 SEEDS = (0, 1, 2)
 
 

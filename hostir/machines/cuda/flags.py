@@ -12,10 +12,8 @@ from functools import cached_property
 import torch
 
 from hostir.ir.machine import Ready
-from hostir.ir.types import FLAG
 from hostir.job.offers import BARRIERS, BufferPlace
 from hostir.job.symmetric import SharedMemory
-from hostir.kernels.dtypes import torch_dtype
 from hostir.machines.binding import Step
 from hostir.machines.cuda.context import Issue, PlanContext
 from hostir.machines.cuda.driver import in_batches, wait_at_least, write
@@ -144,7 +142,7 @@ class CudaFlags:
         values: dict[BufferPlace, list[int]] = {}
         with torch.cuda.stream(self.diagnosis):
             for (place, rank), buffer in self.memory.buffers.items():
-                if rank == self.rank and buffer.dtype == torch_dtype(FLAG):
+                if rank == self.rank and (place, rank) in self.memory.flags:
                     values[place] = buffer.cpu().view(-1).tolist()
         waiting: list[tuple[Op, str]] = []
         for barrier in self.barriers:

@@ -20,10 +20,8 @@ from dataclasses import dataclass, field
 from itertools import permutations
 from typing import Any
 
-from hostir.ir.types import FLAG
 from hostir.job.offers import BARRIERS, BufferPlace, Offer, PeerRange
 from hostir.job.symmetric import SharedMemory
-from hostir.kernels.dtypes import torch_dtype
 from hostir.machines.cuda.driver import MemoryOp, write
 from hostir.plan.operations import CALLER, ElementRange, Op, RanksOfTeam, overlap
 from hostir.plan.unrolled import UnrolledProgram
@@ -190,8 +188,8 @@ def raised_flags(rank: int, memories: Sequence[SharedMemory]) -> list[MemoryOp]:
     flags = [
         buffer
         for memory in memories
-        for (_, owner), buffer in memory.flat.items()
-        if owner == rank and buffer.dtype == torch_dtype(FLAG)
+        for (place, owner), buffer in memory.flat.items()
+        if owner == rank and (place, owner) in memory.flags
     ]
     return [write(row.data_ptr() + i * row.itemsize, ALWAYS_RAISED) for row in flags for i in range(row.numel())]
 

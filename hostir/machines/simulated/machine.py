@@ -10,6 +10,7 @@ accesses are an error under any seed.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from random import Random
 
 import torch
@@ -149,6 +150,8 @@ class LocalMachine:
 
     def _failed(self, task: Task, problem: Exception) -> Exception:
         span, where = self.where(task)
+        if isinstance(problem, HostIRError):
+            return HostIRError(*(replace(d, message=f"{where}: {d.message}", span=span) for d in problem.diagnostics))
         return error(f"{where}: {type(problem).__name__}: {problem}", span)
 
     def _deadlock(self) -> HostIRError:

@@ -1,4 +1,7 @@
-"""Memory of simulated ranks: it holds NaN until it is written, and must not be accessed once it is freed."""
+"""Memory of simulated ranks: it is undefined until it is written, and must not be accessed once it is freed.
+
+Undefined memory holds NaN. Undefined integers are -1, which is no valid index.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,7 @@ from math import prod
 import torch
 
 from hostir.ir.source import Span
-
-NAN = float("nan")
+from hostir.kernels.dtypes import undefined
 
 
 class SimulatedMemory:
@@ -22,11 +24,11 @@ class SimulatedMemory:
         self.buffers: list[torch.Tensor] = []
 
     def new(self, name: str, rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Allocate a contiguous buffer that holds NaN, or 0 for dtypes without NaN."""
+        """Allocate a contiguous buffer with undefined contents."""
         elements = max(prod(shape), 1)  # at least one, to have an address
-        memory = torch.zeros(elements, dtype=dtype, device=self.device)
-        if dtype.is_floating_point:
-            self.buffers.append(memory.fill_(NAN))
+        memory = torch.empty(elements, dtype=dtype, device=self.device)
+        make_undefined(memory)
+        self.buffers.append(memory)
         buffer = memory[: prod(shape)].view(tuple(shape))
         self.owners[storage_of(buffer)] = name, rank
         return buffer
@@ -44,15 +46,15 @@ class SimulatedMemory:
         self.freed[storage] = span
 
     def reset(self) -> None:
-        """Restore the state before the first run: no memory is freed, and all floating-point memory holds NaN."""
+        """Restore the state before the first run: no memory is freed, and all memory is undefined."""
         self.freed.clear()
         for buffer in self.buffers:
-            buffer.fill_(NAN)
+            make_undefined(buffer)
 
 
 def make_undefined(x: torch.Tensor) -> None:
-    """Make the elements of a view undefined: fill it with NaN, or with 0 for dtypes without NaN."""
-    x.fill_(NAN if x.dtype.is_floating_point else 0)
+    """Make the elements of a view undefined: fill it with NaN, or with -1 if they are integers."""
+    x.fill_(undefined(x.dtype))
 
 
 def storage_of(x: torch.Tensor) -> int:

@@ -13,6 +13,7 @@ from hostir.ir.message_ops import MESSAGES
 from hostir.ir.op import Statement
 from hostir.ir.program import Program
 from hostir.ir.types import DType
+from hostir.kernels.dtypes import in_floats
 from hostir.kernels.repeats import Kernel
 from hostir.kernels.table import kernels_for
 from hostir.machines.simulated.blocks import BlockKernel
@@ -83,7 +84,8 @@ class RankMachine(Observer, OptionalMethods):
         if not self.inputs:  # the caller uses the same memory in every call
             named = zip(self.program.inputs, inputs, strict=True)
             self.inputs = [
-                None if x is None else self.memory.new(v.name, x.shape, self.dtype or x.dtype) for v, x in named
+                None if x is None else self.memory.new(v.name, x.shape, in_floats(x.dtype, self.dtype))
+                for v, x in named
             ]
         self.outputs.append(())
         issuer.calls += 1

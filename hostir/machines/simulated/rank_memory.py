@@ -8,8 +8,8 @@ from functools import partial
 import torch
 
 from hostir.ir.source import HostIRError, error
-from hostir.ir.types import FLAG, DType
-from hostir.kernels.dtypes import torch_dtype
+from hostir.ir.types import DType
+from hostir.kernels.dtypes import in_floats, torch_dtype
 from hostir.machines.simulated.issuing import Issuer
 from hostir.machines.simulated.memory import SimulatedMemory, make_undefined, storage_of
 from hostir.machines.simulated.onesided import SymmetricBuffers
@@ -19,7 +19,7 @@ from hostir.machines.simulated.tasks import FlagGate, Task
 class RankMemory:
     """The memory of one rank.
 
-    `dtype` is the dtype of all buffers except flags; None stands for the dtypes that the program declares.
+    `dtype` is the dtype of all buffers of floating-point numbers; None stands for the dtypes that the program declares.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class RankMemory:
 
     def allocate(self, shape: tuple[int, ...], dtype: DType, symmetric: bool) -> torch.Tensor:
         issuer, name = self.issuer, self.issuer.defined_name
-        element = torch_dtype(dtype) if self.dtype is None or dtype == FLAG else self.dtype
+        element = in_floats(torch_dtype(dtype), self.dtype)
         if not symmetric:
             fresh = self.new(name, shape, element)
             self.hand_out(fresh)

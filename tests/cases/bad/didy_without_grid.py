@@ -1,4 +1,4 @@
-# error: DIDy needs a mesh of two axes
+# error: DIDy needs a mesh of two or more axes
 # at: 12:5
 import hostir as hi
 

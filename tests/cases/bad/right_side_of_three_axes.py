@@ -1,6 +1,6 @@
-# error: %b has 3 axes
+# error: batches of matrices do not match: %a is bf16[16, 8], %b is bf16[2, 8, 4]
 # at: 11:13
-# expected: a right side with 2 axes
+# expected: [..., M, K] and [..., K, N] with equal leading axes
 import hostir as hi
 
 

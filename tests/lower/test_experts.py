@@ -1,0 +1,84 @@
+"""Mixtures of experts: rows in groups, of sizes that only the device knows, on simulated ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hostir as hi
+from examples import patterns
+from hostir.call.random import random_inputs
+from hostir.call.reference import reference
+from hostir.ir import HostIRError, Program
+
+GROUPED = """hostir 1
+mesh @mesh [didx] = 0 1
+program @p(%x: f32[2@didx, 12, 8], %w: f32[3, 8, 4], %offsets: i32[2@didx, 4]) -> (%y) {
+  %y: f32[2@didx, 12, 4] = allocate
+  grouped_matmul %x, %w by %offsets -> %y
+}
+"""
+
+
+@pytest.fixture
+def grouped() -> Program:
+    return hi.parse(GROUPED)
+
+
+def test_ranks_may_have_groups_of_other_sizes(grouped: Program) -> None:
+    assert hi.check(grouped) == []
+    x, w = torch.randn(2, 12, 8), torch.randn(3, 8, 4)
+    offsets = torch.tensor([[0, 12, 12, 12], [2, 2, 5, 9]], dtype=torch.int32)
+    (y,) = hi.run(grouped, x, w, offsets)
+    torch.testing.assert_close(y[0], x[0] @ w[0])
+    assert not y[1, :2].any()
+    torch.testing.assert_close(y[1, 2:5], x[1, 2:5] @ w[1])
+    torch.testing.assert_close(y[1, 5:9], x[1, 5:9] @ w[2])
+    assert not y[1, 9:].any()
+
+
+@pytest.mark.parametrize("offsets", [[0, 4, 3, 12], [0, 4, 8, 13], [-1, 0, 0, 0]])
+def test_offsets_that_do_not_fit_are_an_error_of_the_statement_and_its_rank(
+    grouped: Program, offsets: list[int]
+) -> None:
+    both = torch.tensor([[0, 1, 2, 3], offsets], dtype=torch.int32)
+    with pytest.raises(HostIRError, match=r"rank 1, 'grouped_matmul .*: offset .* does not fit 12 rows") as refused:
+        hi.run(grouped, torch.randn(2, 12, 8), torch.randn(3, 8, 4), both)
+    (diagnostic,) = refused.value.diagnostics
+    assert diagnostic.span is not None
+    assert diagnostic.span.line == 5
+    assert diagnostic.expected == "offsets that do not decrease, from 0 to 12"
+
+
+def test_random_offsets_have_empty_groups_and_groups_with_all_rows() -> None:
+    program = hi.parse(GROUPED)
+    drawn = [random_inputs(program, {}, seed)[2] for seed in range(30)]
+    counts = torch.stack([offsets.diff(dim=-1) for offsets in drawn])
+    assert all((offsets.diff(dim=-1) >= 0).all() for offsets in drawn)
+    assert all(offsets.min() >= 0 for offsets in drawn)
+    assert all(offsets.max() <= 12 for offsets in drawn)
+    assert (counts == 0).any()
+    assert (counts == 12).any()
+    assert any(not torch.equal(offsets[0], offsets[1]) for offsets in drawn)
+
+
+def test_the_rows_of_a_source_are_gathered_because_offsets_count_all_of_them() -> None:
+    with hi.Fusion("rows") as fusion:
+        x = hi.tensor("x", [12, 8], "f32")
+        w, offsets = hi.tensor("w", [3, 8, 4], "f32"), hi.tensor("offsets", [4], "i32")
+        y = hi.grouped_matmul(x, w, offsets)
+        fusion.output(y)
+    x.shard(0, hi.DeviceMesh(range(2)))
+    program = hi.lower(fusion)
+    assert "allgather" in str(program)
+    inputs = random_inputs(program, {}, seed=3)
+    torch.testing.assert_close(hi.run(program, *inputs)[0].double(), reference(fusion.program(), inputs)[0])
+
+
+def test_a_repeated_run_sees_other_offsets_in_the_same_program() -> None:
+    fusion = patterns.expert_mlp(ranks=2, S=2, M=16, K=8, H=16)
+    program = hi.lower(fusion, "pipeline")
+    for seed in range(6):
+        inputs = random_inputs(program, {}, seed)
+        (y,), (exact,) = hi.run(program, *inputs, seed=seed), reference(fusion.program(), inputs)
+        torch.testing.assert_close(y.double(), exact, rtol=1e-5, atol=1e-5)
