@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform as python_platform
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 from hostir.choice import calibration
 from hostir.choice.hardware import CPU, REFERENCE, Hardware, hardware_of
 from hostir.ir.source import error
+from hostir.job.hosts import host_identity, ranks_by_host
 
 CUDA, GLOO, SIMULATED, ELSEWHERE = "cuda", "gloo", "local", "elsewhere"
 FOR_TESTING = "copies and flags between CPU processes are there for testing"
@@ -117,7 +117,7 @@ def _device_facts(machine: str, device: int) -> dict[str, Any]:
     from hostir.machines.cuda.memory import why_not
 
     versions = {"hostir": _version("hostir"), "torch": torch.__version__}
-    facts = {"machine": machine, "host": socket.gethostname(), "versions": versions, "peers": "", "refuses": ""}
+    facts = {"machine": machine, "host": host_identity(), "versions": versions, "peers": "", "refuses": ""}
     if machine == GLOO:
         name = f"{python_platform.machine()} CPU of {os.cpu_count()} cores"
         return {**facts, "name": name, "calibration": calibration.read(name)}
@@ -181,7 +181,7 @@ def platform_of(facts: Sequence[dict[str, Any]]) -> Platform:
     """Combine the facts about the devices of all ranks into one platform. The result is the same on every rank."""
     first, ranks = facts[0], len(facts)
     versions = tuple(sorted(first["versions"].items()))
-    one_host = len({device["host"] for device in facts}) == 1
+    one_host = len(ranks_by_host([device["host"] for device in facts])) == 1
     if first["machine"] == GLOO:
         link = "one host" if one_host else "several hosts"
         refusal = FOR_TESTING if one_host else "processes of several hosts share no memory"

@@ -12,6 +12,7 @@ import torch
 from hostir.ir.onesided_ops import Barrier as BarrierStatement
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, Span, error
+from hostir.job.hosts import ranks_by_host, ranks_text
 from hostir.kernels.dtypes import TORCH
 
 # The name of the buffers that hold a team's flags for barriers: one flag for each barrier of a call and each rank. The
@@ -121,8 +122,8 @@ def judge(offers: Sequence[Offer], program: Program) -> HostIRError | None:
     """
     if refused := first_refusal([offer.refusal for offer in offers]):
         return refused
-    if len({offer.host for offer in offers}) > 1:
-        there = "; ".join(f"rank {rank}: {offer.name}" for rank, offer in enumerate(offers))
+    if len(hosts := ranks_by_host([offer.host for offer in offers])) > 1:
+        there = "; ".join(f"{ranks_text(ranks)}: {offers[ranks[0]].name}" for ranks in hosts)
         return error(
             f"the ranks of @{program.name} run on several hosts, which share no memory",
             expected="one host for a program with symmetric buffers or barriers",

@@ -34,6 +34,7 @@ from hostir.ir.source import HostIRError, check_known, error, logger
 from hostir.job.agreement import Meetings
 from hostir.job.calls import Calls
 from hostir.job.groups import ANEW, Groups, world
+from hostir.job.hosts import ranks_text
 from hostir.job.links import ALIKE, PAGE, MisalignedError, headline
 from hostir.job.watchdog import Watchdog
 from hostir.knobs import KEEPALIVE, TIMEOUT, set_by_launcher
@@ -200,7 +201,7 @@ class Session:
             if time.monotonic() > deadline:
                 late = [rank for rank in everyone if not arrived([rank])]
                 raise error(
-                    f"rank {self.rank} waited {timeout or self.timeout:.0f} s for {_ranks(late)} at {where}",
+                    f"rank {self.rank} waited {timeout or self.timeout:.0f} s for {ranks_text(late)} at {where}",
                     expected=ALIKE,
                     hint=f"{PAGE}; {self.limit} sets how long one may wait for the others",
                     notes=(*((None, text) for rank in late if (text := note(rank))), *self.crossing()),
@@ -351,10 +352,6 @@ def _too_late(*arguments: Any, **options: Any) -> None:
 def _say_who_initialises(function: Any) -> None:
     for module in (dist, dist.distributed_c10d):
         vars(module)["init_process_group"] = function
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def session(

@@ -23,14 +23,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
+import platform
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from math import prod
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -39,6 +38,7 @@ from hostir.ir.op import Value
 from hostir.ir.program import Program, shares_memory
 from hostir.ir.source import HostIRError
 from hostir.ir.types import FLAG, bind_shape
+from hostir.job.hosts import host_identity
 from hostir.job.links import AlikeError
 from hostir.job.offers import (
     BARRIERS,
@@ -385,7 +385,7 @@ class SymmetricMemory:
         size = Offer(buffers=buffers).bytes
         try:
             path = until_all_have_mapped.enter_context(self.sharing.offering(size))
-            where = _host(), os.uname().nodename, path
+            where = host_identity(), platform.node(), path
             notes, drops = self.sharing.notes(unrolled), self.surplus(unrolled.program, size)
             pinned = tuple(memory.number for memory in self.met.values() if memory.captured)
             return Offer(*where, buffers, uses, reads, touches(unrolled), notes, drops, pinned)
@@ -485,8 +485,3 @@ def touches(unrolled: UnrolledProgram) -> tuple[PeerRange, ...]:
     touched = dict.fromkeys(register for op in unrolled.ops for register in unrolled.tensors(op))
     peers = ((theirs[unrolled.buffers[x]], unrolled.extents[x]) for x in touched if unrolled.buffers[x] in theirs)
     return tuple(dict.fromkeys((*op.home, op.rank, *extent) for op, extent in peers))
-
-
-def _host() -> str:
-    """Return an identity of this host and of its namespace of processes. Ranks with equal identities share memory."""
-    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"

@@ -735,13 +735,13 @@ def ranks_with_different_symmetric_buffers_are_refused() -> None:
     contains(message, "rank 1 has no %own, which rank 0 names there")
     message = refusal(lambda: Executor(programs.met("if %r == 1 { barrier of %x over didx }"), check=False)(x))
     contains(message, "ranks 0 and 1 differ in how many barriers they come to in a call")
-    hosts = symmetric._host
-    symmetric._host = lambda: f"host {RANK}"
+    here = symmetric.host_identity
+    symmetric.host_identity = lambda: f"host {RANK}"
     new = Executor(programs.pulled(), check=False)  # without a proof it shares no memory with other sizes
     message = refusal(lambda: new(*[x[:3] if x.ndim == 4 else x for x in parts_of("bf16")]))
     summed = Executor(programs.implemented(programs.row_parallel("f32"), "one_shot"))
     elsewhere = refusal(lambda: summed(torch.zeros(4, 16, 16), torch.zeros(16, 24)))
-    symmetric._host = hosts
+    symmetric.host_identity = here
     contains(elsewhere, "the ranks of @row_parallel run on several hosts, which share no memory")
     contains(message, "the ranks of @pulled run on several hosts, which share no memory", "rank 0: ", "rank 1: ")
 
