@@ -57,6 +57,7 @@ UNWRITABLE = (
     errno.EBADF,
 )  # errors that writing raises, and hardly anything else
 INTERRUPTED, UNREAD = 130, 141  # the exit codes of shells for SIGINT and SIGPIPE
+HOSTS = "the number of hosts, each with the GPUs of --machine (default: as few as the program needs)"
 LISTENING = 5.0  # seconds that ranks wait while rank 0 prints: a launcher ends all ranks when the first one exits
 
 
@@ -181,6 +182,7 @@ def _explain_options(parser: _Parser) -> None:
     parser.add_argument("--kernels", help=KERNELS)
     parser.add_argument("--device", choices=DEVICES, help="this machine's CPU or GPUs (default: GPUs, if enough)")
     parser.add_argument("--machine", help="a known machine instead of this one, such as h200x8")
+    parser.add_argument("--hosts", type=int, help=HOSTS)
     parser.add_argument(
         "--calls", choices=CALLS, default=CALLS[0], help="the way calls are made (default: out, with out=)"
     )
@@ -190,6 +192,7 @@ def _explain_options(parser: _Parser) -> None:
 def _timeline_options(parser: _Parser) -> None:
     parser.add_argument("--kernels", help=KERNELS)
     parser.add_argument("--machine", help="a known machine, such as h100x8 (default: h200)")
+    parser.add_argument("--hosts", type=int, help=HOSTS)
     parser.add_argument(
         "--against", action="append", default=[], metavar="STRATEGY", help="compare with another strategy"
     )

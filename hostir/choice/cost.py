@@ -78,6 +78,23 @@ class Traffic:
 
 
 @dataclass(frozen=True)
+class Crossing:
+    """The part of a team's communication that goes between hosts.
+
+    Fields:
+        bytes: the largest number of bytes that leave one host.
+        hosts: the number of hosts of the team.
+        senders: the number of the team's ranks on each host; the smallest number, if the hosts differ.
+        sharers: the number of ranks of the program on each host, which share its NICs; the largest number.
+    """
+
+    bytes: int
+    hosts: int
+    senders: int
+    sharers: int
+
+
+@dataclass(frozen=True)
 class CostTransfer:
     """A collective of a team, or messages of a team.
 
@@ -86,12 +103,19 @@ class CostTransfer:
         bytes: the number of bytes of the gathered, summed or exchanged tensor.
         ranks: the number of ranks of the team.
         in_workspace: True if the operand already lies in the workspace that the implementation reads.
+        crossing: the part that goes between hosts; None if the ranks of the team share a host.
     """
 
     collective: str
     bytes: int
     ranks: int
     in_workspace: bool = False
+    crossing: Crossing | None = None
+
+    @property
+    def steps(self) -> int:
+        """How often the bytes go around a ring of the ranks: an all-reduce is a reduce-scatter and an all-gather."""
+        return 2 if self.collective == "allreduce" else 1
 
 
 @dataclass(frozen=True)
@@ -168,6 +192,25 @@ class Shared:
     flags: dict[FlagKey, list[tuple[int, CostTask]]] = field(default_factory=dict)  # (epoch, signal)
     waits: list[tuple[CostTask, int | None, FlagKey, int]] = field(default_factory=list)  # (task, block, flag, epoch)
     meetings: dict[tuple[Any, ...], list[CostTask]] = field(default_factory=dict)
+    hosts: Sequence[Sequence[int]] = ()  # the ranks of each host; empty if all ranks share a host
+
+    def crossing(self, transfer: CostTransfer, team: Sequence[int]) -> Crossing | None:
+        """Return the part of a collective that goes between hosts; None if the ranks of the team share a host.
+
+        An all-to-all sends the bytes for ranks on other hosts. All other collectives are rings of the ranks, in which
+        each host receives from one host and sends to one host.
+        """
+        senders = [count for host in self.hosts if (count := len(set(team) & set(host)))]
+        if len(senders) < 2:
+            return None
+        n, local = transfer.ranks, max(senders)
+        exchanged = local * transfer.bytes * (n - local) // n
+        size = exchanged if transfer.collective == "alltoall" else transfer.steps * transfer.bytes * (n - 1) // n
+        return Crossing(size, len(senders), min(senders), max(map(len, self.hosts)))
+
+    def same_host(self, rank: int, other: int) -> bool:
+        """Return True if two ranks are on one host."""
+        return not self.hosts or any(rank in host and other in host for host in self.hosts)
 
 
 class Registers:
@@ -345,12 +388,22 @@ class RankTasks:
         if op.by in (ONE_SHOT, TWO_SHOT) and not there:  # two operators of torch: a copy and a kernel
             self.launch("compute")
         launch = "compute" if op.by in (ONE_SHOT, TWO_SHOT) else "communicate"
-        task = self.communicate(op, CostTransfer(name, largest, len(op.team), there), launch=launch)
+        transfer = CostTransfer(name, largest, len(op.team), there)
+        transfer = replace(transfer, crossing=self.shared.crossing(transfer, op.team))
+        task = self.communicate(op, transfer, launch=launch)
         self.meet(task, "communication", op.team)
 
     def messages(self, op: MessagesOp) -> None:
         largest = max(self.registers.total(op.reads), self.registers.total(op.writes))  # links are full duplex
-        self.communicate(op, CostTransfer("messages", largest, len(op.team)), op.collective)
+        transfer = CostTransfer("messages", largest, len(op.team))
+        self.communicate(op, replace(transfer, crossing=self.messages_crossing(op)), op.collective)
+
+    def messages_crossing(self, op: MessagesOp) -> Crossing | None:
+        """Return the part of this rank's messages that goes between hosts. All ranks of its host share the NICs."""
+        rank, same = self.unrolled.rank, self.shared.same_host
+        sent, received = ([x for x, peer in way if not same(rank, peer)] for way in (op.sends, op.receives))
+        size = max(self.registers.total(sent), self.registers.total(received))
+        return Crossing(size, 2, 1, max(map(len, self.shared.hosts))) if sent or received else None
 
     def communicate(
         self,
@@ -434,12 +487,14 @@ TASKS: dict[type[Op], Callable[[RankTasks, Any], None]] = {
 
 
 @uncollected()
-def tasks_of(program: Program, sizes: Mapping[str, int]) -> list[CostTask]:
+def tasks_of(program: Program, sizes: Mapping[str, int], hosts: Sequence[Sequence[int]] = ()) -> list[CostTask]:
     """Return the tasks of all ranks, rank by rank, in the order in which each rank issues them.
+
+    `hosts` has the ranks of each host. It is empty if all ranks share a host.
 
     Raises HostIRError if the sizes do not fit the program.
     """
-    shared = Shared()
+    shared = Shared(hosts=[[rank for rank in host if rank < program.ranks] for host in hosts])
     tasks = [t for rank in range(program.ranks) for t in RankTasks(unroll(program, rank, sizes), shared).tasks]
     for waiter, turn, flag, epoch in shared.waits:
         sent = [task for number, task in shared.flags.get(flag, ()) if number >= epoch]

@@ -340,7 +340,7 @@ def estimated(
         try:
             program.check_whole(sizes)
             if id(program) not in simulated:
-                simulated[id(program)] = tasks_of(program, sizes), symmetric_bytes(program, sizes)
+                simulated[id(program)] = tasks_of(program, sizes, platform.hosts), symmetric_bytes(program, sizes)
             tasks, symmetric = simulated[id(program)]
             if refusal := _too_large(symmetric, limit):
                 impossible.append(Impossible(candidate, refusal, warn=True))

@@ -22,6 +22,9 @@ Candidates that are nearly the fastest for their row count have the largest weig
 together, such as `copy` and `signal`, and only their sum is known.
 `python -m benchmarks.regret` prints the time that is lost if the choice follows these estimates.
 
+Nothing was measured on several hosts. The constants of NICs stand for hosts with one NIC of 400 Gb/s for each GPU, of
+which NCCL uses nine tenths.
+
 tests/choice/peers_reduce_scatter.json has the times of reduce-scatters and all-reduces after a matmul on 2 GPUs. No
 constant is fitted to these times. From 128 rows on, estimates of NCCL after cuBLAS are 0.99 to 1.08 times the measured
 time. Some programs send each block as soon as it is computed, and add up all blocks in one kernel. Nine of ten
@@ -90,6 +93,10 @@ class Hardware:
         host_lead: the host time that does not count, because the device is still busy with earlier work when a call
             begins. In benchmarks the earlier work is 90 us in which L2 is overwritten. The time that the device needs
             after the last launch is already subtracted.
+        host_gpus: the number of GPUs in a host; 0 if a host can have any number of ranks.
+        nic: the rate of a NIC in each direction. NICs connect hosts.
+        nic_latency: the time that one step of a collective takes longer if it goes to another host.
+        gpus_per_nic: the number of GPUs of a host that share one NIC; 0 if all of them share one.
         source: the origin of the constants.
     """
 
@@ -119,7 +126,15 @@ class Hardware:
     host_lead: float = 0.0
     begin: float = 0.0
     captured: float = 0.0
+    host_gpus: int = 8
+    nic: float = 45.0
+    nic_latency: float = 6.0
+    gpus_per_nic: int = 1
     source: str = ""
+
+    def nic_share(self, ranks: int) -> float:
+        """Return the rate of one rank between hosts, if `ranks` ranks of its host communicate at the same time."""
+        return self.nic / min(self.gpus_per_nic or ranks, ranks)
 
 
 LAUNCH = {
@@ -258,6 +273,10 @@ CPU = Hardware(
     flag_wait=0.0,
     poll=0.0,
     launch={},
+    host_gpus=0,
+    nic=1.0,
+    nic_latency=100.0,
+    gpus_per_nic=0,
     source="rough figures of a CPU, which nobody uses for its speed",
 )
 KNOWN = {h.name: h for h in (H200, H100, CPU)}
@@ -273,7 +292,7 @@ def hardware_of(gpu: str) -> Hardware | None:
 
 
 def parse_machine(text: str) -> tuple[Hardware, int | None]:
-    """Parse a value of `--machine`, such as `h200x8`. Return the hardware and the number of ranks.
+    """Parse a value of `--machine`, such as `h200x8`. Return the hardware and the number of ranks in each host.
 
     The number is None if the value has none.
     """

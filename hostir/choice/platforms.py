@@ -10,11 +10,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hostir.choice import calibration
-from hostir.choice.hardware import CPU, REFERENCE, Hardware, hardware_of
-from hostir.ir.source import error
-from hostir.job.hosts import host_identity, ranks_by_host
+from hostir.choice.hardware import CPU, REFERENCE, Hardware, hardware_of, parse_machine
+from hostir.ir.program import Program
+from hostir.ir.source import error, user_span
+from hostir.job.hosts import equal_hosts, host_identity, ranks_by_host
 
 CUDA, GLOO, SIMULATED, ELSEWHERE = "cuda", "gloo", "local", "elsewhere"
+SEVERAL_HOSTS = "several hosts"
 FOR_TESTING = "copies and flags between CPU processes are there for testing"
 
 
@@ -34,6 +36,7 @@ class Platform:
         refuses: the reason why ranks should not access each other's memory here; empty if they may.
         runs_all: True if programs that access the memory of peers still run here, for testing.
         calibrated: True if the constants were scaled by times that were measured on this machine.
+        hosts: the ranks of each host; empty if all ranks share a host.
     """
 
     machine: str
@@ -45,11 +48,18 @@ class Platform:
     refuses: str = ""
     runs_all: bool = False
     calibrated: bool = False
+    hosts: tuple[tuple[int, ...], ...] = ()
 
     def __str__(self) -> str:
         if self.machine in (SIMULATED, ELSEWHERE):
-            return f"{self.ranks} x {self.name} as estimated elsewhere"
-        return f"{self.ranks} x {self.name}, {self.link}"
+            return f"{self.gpus} as estimated elsewhere"
+        return self.gpus if self.hosts else f"{self.gpus}, {self.link}"
+
+    @property
+    def gpus(self) -> str:
+        """The number and the name of the GPUs, and the number of hosts if there are several."""
+        hosts = f" on {len(self.hosts)} hosts" if self.hosts else ""
+        return f"{self.ranks} x {self.name}{hosts}"
 
     @property
     def computes(self) -> str:
@@ -65,6 +75,7 @@ class Platform:
             "ranks": self.ranks,
             "link": self.link,
             "versions": dict(self.versions),
+            **({"hosts": self.hosts} if self.hosts else {}),
         }
 
     @property
@@ -76,12 +87,54 @@ class Platform:
         return f"{note}, scaled" if self.calibrated else f"{note}; 'hostir tune --calibrate' scales them"
 
 
-def reference(hardware: Hardware, ranks: int) -> Platform:
+def reference(hardware: Hardware, ranks: int, hosts: int = 1) -> Platform:
     """Return a platform on which this process does not run.
 
-    Only its number of ranks and the constants of its hardware are known.
+    Only its number of ranks, its number of hosts and the constants of its hardware are known.
     """
-    return Platform(ELSEWHERE, hardware.name, ranks, "nvlink", (), hardware)
+    if hosts == 1:
+        return Platform(ELSEWHERE, hardware.name, ranks, "nvlink", (), hardware)
+    refusal, placed = REFUSALS[SEVERAL_HOSTS], equal_hosts(ranks, hosts)
+    return Platform(ELSEWHERE, hardware.name, ranks, SEVERAL_HOSTS, (), hardware, refusal, hosts=placed)
+
+
+def planned(program: Program, machine: str, hosts: int | None = None) -> Platform:
+    """Return the platform that a user names to plan a program for it.
+
+    Args:
+        program: a fusion or a host program.
+        machine: a known machine. `h100x8` has 8 GPUs in each host. `h100` has as many as the program has ranks.
+        hosts: the number of hosts. By default there are as few as the program needs: 1 if `machine` has a number.
+
+    Raises HostIRError for an unknown machine, for more GPUs than a host has, and for ranks that do not fill the hosts.
+    """
+    hardware, in_host = parse_machine(machine)
+    if hosts is not None and hosts < 1:
+        raise error(f"{hosts} hosts", user_span(), expected="at least 1")
+    if in_host is None:
+        hosts = hosts or _fewest_hosts(program.ranks, hardware.host_gpus or program.ranks)
+        in_host = program.ranks // hosts
+    hosts = hosts or 1
+    if hosts > 1 and in_host * hosts != program.ranks:
+        raise error(
+            f"@{program.name} is for {program.ranks} ranks, and {hosts} hosts of {machine} have {in_host * hosts}",
+            user_span(),
+            expected="as many ranks on each host",
+            hint=f"build it for {in_host * hosts} (--ranks {in_host * hosts}, if its function has a parameter 'ranks')",
+        )
+    if 0 < hardware.host_gpus < in_host:
+        raise error(
+            f"{in_host} x {hardware.name} in one host",
+            user_span(),
+            expected=f"at most {hardware.host_gpus} in each host",
+            hint=f"several hosts, such as --machine {hardware.name}x{hardware.host_gpus} --hosts 2",
+        )
+    return reference(hardware, in_host * hosts, hosts)
+
+
+def _fewest_hosts(ranks: int, host_gpus: int) -> int:
+    """Return the smallest number of hosts that `ranks` ranks fill equally, with at most `host_gpus` on each."""
+    return next(hosts for hosts in range(1, ranks + 1) if ranks % hosts == 0 and ranks <= hosts * host_gpus)
 
 
 def simulated(ranks: int) -> Platform:
@@ -181,16 +234,20 @@ def platform_of(facts: Sequence[dict[str, Any]]) -> Platform:
     """Combine the facts about the devices of all ranks into one platform. The result is the same on every rank."""
     first, ranks = facts[0], len(facts)
     versions = tuple(sorted(first["versions"].items()))
-    one_host = len(ranks_by_host([device["host"] for device in facts])) == 1
+    hosts = ranks_by_host([device["host"] for device in facts])
+    one_host = len(hosts) == 1
+    several = () if one_host else hosts
     if first["machine"] == GLOO:
-        link = "one host" if one_host else "several hosts"
+        link = "one host" if one_host else SEVERAL_HOSTS
         refusal = FOR_TESTING if one_host else "processes of several hosts share no memory"
-        return _calibrated(Platform(GLOO, first["name"], ranks, link, versions, CPU, refusal, runs_all=one_host), first)
+        platform = Platform(GLOO, first["name"], ranks, link, versions, CPU, refusal, runs_all=one_host, hosts=several)
+        return _calibrated(platform, first)
     names = sorted({device["name"] for device in facts})
     link = _weakest_link([device["peers"] for device in facts], one_host) if ranks > 1 else "alone"
     refusal = next((device["refuses"] for device in facts if device["refuses"]), "") or REFUSALS.get(link, "")
     hardware = hardware_of(names[0]) or REFERENCE
-    return _calibrated(Platform(CUDA, " and ".join(names), ranks, link, versions, hardware, refusal), first)
+    platform = Platform(CUDA, " and ".join(names), ranks, link, versions, hardware, refusal, hosts=several)
+    return _calibrated(platform, first)
 
 
 def _calibrated(platform: Platform, facts: dict[str, Any]) -> Platform:
@@ -204,12 +261,12 @@ def _calibrated(platform: Platform, facts: dict[str, Any]) -> Platform:
 
 
 REFUSALS = {
-    "several hosts": "copies between GPUs stay within one host, and the ranks are on several",
+    SEVERAL_HOSTS: "copies between GPUs stay within one host, and the ranks are on several",
     "no peer access": "some GPUs have no peer access to each other's memory",
 }
 
 
 def _weakest_link(links: Sequence[str], one_host: bool) -> str:
     if not one_host:
-        return "several hosts"
+        return SEVERAL_HOSTS
     return next(link for link in ("no peer access", "peer access", "nvlink") if link in links)

@@ -209,14 +209,18 @@ class Costs:
     def transfer(self, transfer: CostTransfer) -> float:
         """Return the microseconds of a collective.
 
-        NCCL takes the faster of two protocols: low latency and high rate.
+        NCCL takes the faster of two protocols: low latency and high rate. The slower of links and NICs counts.
         """
         if (time := implemented(transfer, self.hardware)) is not None:
             return time
-        steps = 2 if transfer.collective == "allreduce" else 1
-        bytes_moved = transfer.bytes * (steps * (transfer.ranks - 1) + 0.5) / transfer.ranks
+        bytes_moved = transfer.bytes * (transfer.steps * (transfer.ranks - 1) + 0.5) / transfer.ranks
         h, rate = self.hardware, self.hardware.rates.get(transfer.collective, self.hardware.link)
-        return min(h.collective + bytes_moved / rate / 1e3, h.low_latency + bytes_moved / (rate / 3) / 1e3)
+        moving, latency = bytes_moved / rate / 1e3, 0.0
+        if between := transfer.crossing:
+            nics = between.senders * h.nic_share(between.sharers)
+            moving = max(moving, between.bytes / nics / 1e3)
+            latency = transfer.steps * (between.hosts - 1) * h.nic_latency
+        return latency + min(h.collective + moving, h.low_latency + 3 * moving)
 
     def speed_during(self, task: CostTask, collective: str) -> float:
         """Return the speed of a computation while a collective runs, relative to its speed when it runs alone."""

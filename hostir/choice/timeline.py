@@ -7,7 +7,7 @@ spans of the statements, the critical path, and the time in which each resource 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hostir.choice.cost import (
@@ -21,11 +21,10 @@ from hostir.choice.cost import (
     tasks_of,
 )
 from hostir.choice.decision import check_ranks, check_sizes
-from hostir.choice.hardware import Hardware, parse_machine
-from hostir.choice.platforms import reference
+from hostir.choice.platforms import Platform, planned
 from hostir.choice.simulation import GRAPH, Costs, HostCosts, Simulation, flops, start
 from hostir.ir.op import Phase
-from hostir.ir.program import Program
+from hostir.ir.program import Program, shares_memory
 from hostir.ir.source import error, user_span
 from hostir.kernels.matmul.tiles import Gemm
 from hostir.knobs import KERNELS
@@ -122,7 +121,12 @@ class PredictedTimeline:
 
 
 def timeline(
-    program: Program, *, machine: str, sizes: Mapping[str, int] | None = None, kernels: str | None = None
+    program: Program,
+    *,
+    machine: str,
+    hosts: int | None = None,
+    sizes: Mapping[str, int] | None = None,
+    kernels: str | None = None,
 ) -> PredictedTimeline:
     """Predict when each statement of a host program begins and ends on a known machine. Nothing runs.
 
@@ -130,38 +134,47 @@ def timeline(
 
     Args:
         program: a host program.
-        machine: a known machine with a number of GPUs, such as `h100x8`.
+        machine: a known machine with the number of GPUs in each host, such as `h100x8`.
+        hosts: the number of hosts; by default as few as the program needs.
         sizes: values of the program's symbols.
         kernels: `aten`, `cublas` or `triton`. By default the knob HOSTIR_KERNELS decides, and `auto` takes the faster
             of `cublas` and `triton`.
 
-    Raises HostIRError for an unknown machine, and for sizes that are missing or do not fit.
+    Raises HostIRError for an unknown machine, for a program that shares memory between several hosts, and for sizes
+    that are missing or do not fit.
     """
     if program.phase is not Phase.HOST:
         raise error(f"@{program.name} is a fusion", user_span(), expected="a host program", hint="hi.lower(fusion)")
-    hardware, ranks = parse_machine(machine)
-    check_ranks(program, reference(hardware, ranks or program.ranks))
+    platform = planned(program, machine, hosts)
+    check_ranks(program, platform)
+    if platform.hosts and shares_memory(program):
+        raise error(
+            f"@{program.name} shares memory between ranks: {platform.refuses}",
+            user_span(),
+            hint="the strategies 'sequential' and 'pipeline' communicate by collectives, which go between hosts",
+        )
     bound = program.given_sizes(sizes)
     check_sizes(program, bound)
     family = KERNELS.get(kernels)
-    return predict(program, bound, hardware, fastest_kernels(program, bound, hardware) if family == "auto" else family)
+    families = ("cublas", "triton") if family == "auto" else (family,)
+    return min((predict(program, bound, platform, each) for each in families), key=lambda predicted: predicted.us)
 
 
 def predict(
-    program: Program, sizes: Mapping[str, int], hardware: Hardware, kernels: str = "cublas", machine: str = ""
+    program: Program, sizes: Mapping[str, int], platform: Platform, kernels: str = "cublas"
 ) -> PredictedTimeline:
     """Predict the timeline of a host program.
 
     Args:
         program: the host program.
         sizes: a value for each of its symbols.
-        hardware: the constants of the GPUs.
+        platform: the hosts of the ranks, and the constants of their GPUs.
         kernels: the family of kernels: `aten`, `cublas` or `triton`.
-        machine: the name of the machine for reports; by default the number of ranks and the name of the GPU.
 
     Raises HostIRError if the sizes do not fit the program.
     """
-    tasks = tasks_of(program, sizes)
+    hardware = platform.hardware
+    tasks = tasks_of(program, sizes, platform.hosts)
     costs = Costs(hardware, kernels, flops(tasks))
     simulation = Simulation(tasks, costs)
     device, offset = simulation.run(), start(tasks, hardware, GRAPH)
@@ -181,18 +194,13 @@ def predict(
     critical = [shown[task] for task in _critical(tasks, simulation, costs) if task in shown]
     return PredictedTimeline(
         program.name,
-        machine or f"{program.ranks} x {hardware.name}",
+        replace(platform, ranks=program.ranks).gpus,
         kernels,
         device + offset,
         HostCosts(costs).call(tasks),
         tuple(sorted(shown.values(), key=lambda s: (s.begin, s.rank))),
         tuple(critical),
     )
-
-
-def fastest_kernels(program: Program, sizes: Mapping[str, int], hardware: Hardware) -> str:
-    """Return the family of kernels, `cublas` or `triton`, with which a program is predicted to be faster."""
-    return min(("cublas", "triton"), key=lambda kernels: predict(program, sizes, hardware, kernels).us)
 
 
 def _alone(task: CostTask, costs: Costs) -> float:

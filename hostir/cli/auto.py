@@ -12,8 +12,8 @@ import torch
 
 from hostir.choice.choices import Choice
 from hostir.choice.decision import Decider, check_ranks, check_sizes, choose
-from hostir.choice.hardware import REFERENCE, parse_machine
-from hostir.choice.platforms import Platform, platform_here, reference
+from hostir.choice.hardware import REFERENCE
+from hostir.choice.platforms import Platform, planned, platform_here
 from hostir.ir.program import Program
 from hostir.job.session import joined, launched
 from hostir.knobs import KERNELS, SYMMETRIC_LIMIT
@@ -29,23 +29,24 @@ def choice_for(fusion: Program, sizes: Mapping[str, int], options: Namespace) ->
         machine = {"cpu": "gloo", "cuda": "cuda", None: None}[options.device] if launched() else None
         return choose(fusion, sizes=sizes, kernels=options.kernels, machine=machine, warn=False)
     check_sizes(fusion, dict(sizes))
-    platform = platform_of(fusion, machine=getattr(options, "machine", None))
+    platform = platform_of(fusion, machine=getattr(options, "machine", None), hosts=getattr(options, "hosts", None))
     check_ranks(fusion, platform)
     return Decider(fusion, platform, KERNELS.get(), limit=SYMMETRIC_LIMIT.get()).choice(sizes)
 
 
-def platform_of(fusion: Program, device: str | None = None, machine: str | None = None) -> Platform:
+def platform_of(
+    fusion: Program, device: str | None = None, machine: str | None = None, hosts: int | None = None
+) -> Platform:
     """Return the platform for which strategies are chosen.
 
-    If `machine` is given, it names the platform. Otherwise the platform is this machine if torchrun started this
-    process, if `device` is given, or if this machine has a GPU for each rank. In all other cases it is the reference
-    machine.
+    If `machine` or `hosts` is given, they name the platform: see `planned`. Otherwise the platform is this machine if
+    torchrun started this process, if `device` is given, or if this machine has a GPU for each rank. In all other cases
+    it is the reference machine.
     """
-    if machine is not None:
-        hardware, ranks = parse_machine(machine)
-        return reference(hardware, ranks or fusion.ranks)
+    if machine is not None or hosts is not None:
+        return planned(fusion, machine or REFERENCE.name, hosts)
     if launched():
         return platform_here("cuda" if joined(device).device.type == "cuda" else "gloo", fusion.ranks)
     if device is None and torch.cuda.device_count() < fusion.ranks:
-        return reference(REFERENCE, fusion.ranks)
+        return planned(fusion, REFERENCE.name)
     return platform_here("gloo" if device == "cpu" else "cuda", fusion.ranks)

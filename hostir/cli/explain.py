@@ -117,11 +117,12 @@ def explain_command(program: Program, sizes: Mapping[str, int], options: Namespa
     free = free_sizes(fusion, sizes)
     if not free:
         check_sizes(fusion, dict(sizes))
-    if options.machine is not None and options.device is not None:
+    if options.device is not None and (options.machine, options.hosts) != (None, None):
+        option = "--hosts" if options.machine is None else "--machine"
         raise error(
-            "--machine names another machine, and --device a device of this machine", hint="leave one of them out"
+            f"{option} names another machine, and --device a device of this machine", hint="leave one of them out"
         )
-    platform = platform_of(fusion, options.device, options.machine)
+    platform = platform_of(fusion, options.device, options.machine, options.hosts)
     check_ranks(fusion, platform)
     decider = Decider(fusion, platform, KERNELS.get(options.kernels), options.calls, SYMMETRIC_LIMIT.get())
     if not is_first_rank():

@@ -74,7 +74,7 @@ def timeline_command(source: Program, sizes: dict[str, int], options: Namespace)
         chosen = Namespace(**{**vars(options), "strategy": strategy})
         program = lowered(source, sizes, chosen)
         bound = {name: size for name, size in sizes.items() if name in program.size_names}
-        predicted = timeline(program, machine=machine, sizes=bound, kernels=options.kernels)
+        predicted = timeline(program, machine=machine, hosts=options.hosts, sizes=bound, kernels=options.kernels)
         timelines[chosen.strategy or program.name] = predicted
     first, *_ = timelines.values()
     if not 0 <= options.rank < source.ranks:

@@ -33,6 +33,11 @@ def ranks_by_host(identities: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, hosts.values()))
 
 
+def equal_hosts(ranks: int, hosts: int) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of each host if `hosts` hosts have equally many consecutive ranks, as under torchrun."""
+    return tuple(tuple(range(first, first + ranks // hosts)) for first in range(0, ranks, ranks // hosts))
+
+
 def ranks_text(ranks: Sequence[int]) -> str:
     """Return ranks as text, such as "ranks 0, 1"."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

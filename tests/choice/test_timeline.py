@@ -13,6 +13,7 @@ from examples import patterns
 from hostir.__main__ import main
 from hostir.choice.cost import tasks_of
 from hostir.choice.hardware import KNOWN
+from hostir.choice.platforms import reference
 from hostir.choice.simulation import EAGER, GRAPH, estimates, start
 from hostir.choice.timeline import SMS, PredictedTimeline, predict
 from hostir.ir.source import HostIRError
@@ -37,7 +38,7 @@ def timeline(pattern: str, strategy: str, kernels: str = "triton") -> PredictedT
 def test_a_timeline_agrees_with_the_estimate_of_its_program(pattern: str, strategy: str) -> None:
     program = hi.lower(PATTERNS[pattern], strategy)
     for kernels in ("cublas", "triton"):
-        each = predict(program, {}, H100, kernels)
+        each = predict(program, {}, reference(H100, 2), kernels)
         tasks = tasks_of(program, {})
         estimate, later = estimates(tasks, H100, kernels), start(tasks, H100, GRAPH) - start(tasks, H100, EAGER)
         assert each.us == estimate[GRAPH]
