@@ -272,6 +272,8 @@ def _computation(draw: Draw, plan: Plan) -> hi.Tensor:
         "matmul",
         "matmul",
         "batched",
+        "experts",
+        "by index",
         "linear",
         "row parallel",
         "add",
@@ -283,6 +285,8 @@ def _computation(draw: Draw, plan: Plan) -> hi.Tensor:
         "reshape",
         "reshard",
     ]
+    matrices = {"batched", "experts", "by index"}
+    operations = [name for name in operations if len(shape) > 1 or name not in matrices]
     operation = draw(st.sampled_from(operations if shape else ["mul", "unary", "cast", "reshard"]))
     columns = plan.size(draw(st.sampled_from([8, 16, 24])))
     if operation == "matmul":
@@ -291,6 +295,18 @@ def _computation(draw: Draw, plan: Plan) -> hi.Tensor:
         return x @ (right or plan.input([shape[-1], columns], dtype))
     if operation == "batched":
         return x @ plan.input([*shape[:-2], shape[-1], columns], dtype)
+    if operation == "experts":
+        groups = draw(st.integers(1, 3))
+        offsets = plan.input([*shape[:-2], Size(groups + 1)], draw(st.sampled_from(["i32", "i64"])))
+        if draw(st.booleans()) or len(shape) > 3:
+            return hi.grouped_matmul(x, plan.input([Size(groups), shape[-1], columns], dtype), offsets)
+        return hi.grouped_outer(x, plan.input([*shape[:-1], columns], dtype), offsets)
+    if operation == "by index":
+        rows = plan.size(draw(st.sampled_from([8, 4])))
+        if draw(st.booleans()):
+            return hi.permute_rows(x, plan.input([*shape[:-2], rows], "i32"))
+        each = [*shape[:-2], rows, Size(2)]
+        return hi.combine_rows(x, plan.input(each, "i64"), plan.input(each, dtype))
     if operation == "row parallel":
         left, right = plan.input([*shape[:-1], Size(16)], dtype), plan.input([Size(16), columns], dtype)
         plan.summed.append((left, right, left @ right))

@@ -16,8 +16,8 @@ from tests.launch import launch
 from tests.pages import ROOT, environment
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-# patterns.py cannot be run; llama.py and generate.py have no fusion, and tests of their own
-PAGES = [path for path in EXAMPLES if path.stem not in ("patterns", "llama", "generate")]
+# patterns.py cannot be run; llama.py, generate.py and moe.py have no fusion, and tests of their own
+PAGES = [path for path in EXAMPLES if path.stem not in ("patterns", "llama", "generate", "moe")]
 LONGEST_PAGE = 100
 SEVERAL = {"autograd": ("forward", "backward")}  # examples with more than one fusion
 FUSIONS = [f"{path}{name}" for path in PAGES for name in [f":{n}" for n in SEVERAL.get(path.stem, ())] or [""]]
@@ -63,6 +63,13 @@ def test_an_example_gives_the_reference_result_on_any_number_of_ranks(
 def test_each_rank_of_a_job_holds_only_its_parts(ranks: int) -> None:
     printed = run("examples/tensor_parallel.py", ranks=ranks)
     assert printed.count(f"{ranks} ranks with {512 // ranks} rows each, relative error") == 3
+
+
+@pytest.mark.torchrun
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_mixture_of_experts_trains_as_on_one_rank(ranks: int) -> None:
+    printed = run("examples/moe.py", ranks=ranks)
+    assert printed.count(f"tokens on {ranks} ranks, loss") == 3
 
 
 @pytest.fixture(scope="module")

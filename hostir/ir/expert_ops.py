@@ -7,15 +7,19 @@ the capacity. Rows before the first group and after the last group belong to no 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from math import prod
+from typing import TYPE_CHECKING, ClassVar
 
 from hostir.ir.op import IndexOperand, Phase, Read, ReadIf, Value, statement
 from hostir.ir.sharding import ALONE, CONTRACTED, Map
-from hostir.ir.sizes import Size
-from hostir.ir.tensor_ops import TensorOp, check_equal_terms, same_dtype
+from hostir.ir.sizes import Division, Size, product
+from hostir.ir.tensor_ops import BY_BLOCKS, ByBlocks, TensorOp, check_equal_terms, same_dtype
 from hostir.ir.types import DType, TensorType
+
+if TYPE_CHECKING:
+    from hostir.ir.machine import Frame, Ready
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -54,7 +58,7 @@ class GroupedProduct(TensorOp):
 
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
-class GroupedMatmul(GroupedProduct):
+class GroupedMatmul(ByBlocks, GroupedProduct):
     """`out[t] = x[t] @ w[e]` for the rows t of group e, which are `offsets[e] <= t < offsets[e + 1]`.
 
     The shapes are `x[..., T, K]`, `w[E, K, N]`, `offsets[..., E + 1]` and `out[..., T, N]`. With leading axes, each
@@ -64,10 +68,14 @@ class GroupedMatmul(GroupedProduct):
     Offsets are i32 or i64. They do not decrease, and lie between 0 and T. The kernel reads them when it runs. Whatever
     they are, the statement reads all of `x` and writes all of the result.
 
+    With `ready %flags >= epoch from first`, the indices of the leading axes are sources, and they are split into equal
+    blocks, one for each flag. The kernel computes a block after the block's flag has reached the epoch, as in `matmul`.
+    It reads the offsets when it computes their block. `own` is as in `matmul`. It raises no flags.
+
     Example: %y: bf16[64, 32] = grouped_matmul %x: bf16[64, 16], %w: bf16[4, 16, 32] by %offsets: i32[5]
     """
 
-    syntax = "grouped_matmul {x}, {w} by {offsets} -> {out}"
+    syntax = "grouped_matmul {x}, {w} by {offsets} -> {out}" + BY_BLOCKS
     x: Read
     w: Read
     offsets: Read
@@ -75,6 +83,39 @@ class GroupedMatmul(GroupedProduct):
     @property
     def grouped(self) -> tuple[Value, Value]:
         return self.x, self.offsets
+
+    @property
+    def rows(self) -> Value:
+        return self.x
+
+    @property
+    def along(self) -> tuple[int, ...]:
+        return (2,)
+
+    def verify(self) -> None:
+        super().verify()
+        if self.done is not None:
+            raise self.fail("a grouped matmul raises no flags", hint="signal after it")
+        if self.ready is not None and len(self.x.tensor.axes) < 3:
+            raise self.fail(f"it waits for flags, and {self.x} is {self.x.type}", expected="sources [..., R, T, K]")
+
+    def divisions(self) -> Iterator[Division]:
+        if self.ready is not None:
+            sources, blocks = product(self.x.tensor.local_shape[:-2]), self.ready.tensor.shape[0]
+            why = f"the sources of {self.x} are {blocks} equal blocks, one for each flag of {self.ready}"
+            yield Division(sources / blocks, why, self.span)
+
+    def waits_for(self, frame: Frame) -> Ready | None:
+        ready = super().waits_for(frame)
+        if ready is None:
+            return None
+        lead = frame.shape(self.x.tensor)[:-2]
+        if prod(lead) % ready.blocks:
+            expected = "equal blocks of sources, a flag for each"
+            raise self.fail(
+                f"{ready.blocks} flags do not divide the {prod(lead)} sources of {self.x}", expected=expected
+            )
+        return replace(ready, sources=len(lead))
 
     def result(self) -> tuple[DType, tuple[Size, ...]]:
         dtype, groups = same_dtype(self, [self.x, self.w]), self.groups()

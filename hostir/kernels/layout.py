@@ -89,6 +89,34 @@ def row_pieces(
     ]
 
 
+def source_pieces(
+    parts: Sequence[tuple[torch.Tensor, int]], sources: int, height: int, count: int
+) -> list[tuple[int, tuple[torch.Tensor, ...]]]:
+    """Cut `count` rows of several tensors into sources. Return the same as `row_pieces`: one piece for each source.
+
+    Args:
+        parts: the tensors, each with the index of its first row to take, counted as rows of the first tensor.
+        sources: the number of leading axes that count sources. The views do not have these axes.
+        height: the number of rows of a source.
+        count: the number of rows to take.
+    """
+
+    def view(t: torch.Tensor, number: int) -> torch.Tensor:
+        for extent in reversed(t.shape[:sources]):
+            number, index = divmod(number, extent)
+            at.insert(0, index)
+        return t[tuple(at)]
+
+    pieces = []
+    for n in range(count // height if height else 0):
+        views = []
+        for t, first in parts:
+            at: list[int] = []
+            views.append(view(t, first // height + n))
+        pieces.append((n * height, tuple(views)))
+    return pieces
+
+
 def _rows_at(t: torch.Tensor, levels: Sequence[tuple[int, ...]], start: int, count: int) -> torch.Tensor:
     """Return rows `[start, start + count)` of `t` as a view `[count, K]`.
 

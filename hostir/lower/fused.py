@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from hostir.ir.comm_ops import AllGather, AllReduce
 from hostir.ir.op import Codec, Statement, Value
 from hostir.ir.program import Names, Program
-from hostir.ir.tensor_ops import Add, Contraction, Linear, Matmul, RmsNorm, TensorOp, Unary
+from hostir.ir.tensor_ops import Add, ByBlocks, Contraction, Linear, Matmul, RmsNorm, TensorOp, Unary
 from hostir.ir.view_ops import Permute
 from hostir.lower import Pass
 from hostir.lower.allreduces import AllReduceSteps, fits_chunks, rows_axis
@@ -51,6 +51,7 @@ from hostir.lower.rows import (
     shard_in_pieces,
     shard_of,
     users,
+    waits_for_rows,
 )
 from hostir.lower.scales import SMS, send_scales
 from hostir.lower.scatters import Pieces, ScatteredRows
@@ -206,7 +207,7 @@ class _Sending:
             self.host.destination(s.out)
             scatter = self.scattered[scatter_of] = self.scatter(scatter_of, s)
         needed = [self.arriving.pop(v.name) for v in operands_of(s) if v.name in self.arriving]
-        if len(needed) == 1 and isinstance(s, Contraction) and reads_rows(s, needed[0].gather.out):
+        if len(needed) == 1 and isinstance(s, ByBlocks) and waits_for_rows(s, needed[0].gather):
             needed[0].multiply(s, scatter)
             return
         for each in needed:

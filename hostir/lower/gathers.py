@@ -11,7 +11,7 @@ from hostir.ir.host_ops import Chunk, For, SetStream
 from hostir.ir.onesided_ops import Signal
 from hostir.ir.op import Bin, Codec, Expr, Lit, Ref, Statement, Value
 from hostir.ir.sizes import ONE, Size
-from hostir.ir.tensor_ops import Contraction, DenseCopy
+from hostir.ir.tensor_ops import ByBlocks, DenseCopy
 from hostir.ir.view_ops import Shard, ViewStatement
 from hostir.lower.host import Host
 from hostir.lower.rows import first_matmul, long_axes, row_slices, wanted_otherwise
@@ -37,7 +37,7 @@ class SentRows:
         self.multiplied = first_matmul(host.program, gather) is not None
         self.x = x = host.packed(host.values[gather.x.name], gather)
         # Statements other than matmuls read a copy of the rows, because the next call overwrites the buffer.
-        self.unshared = host.destination(gather.out) if wanted_otherwise(host.program, gather.out) else None
+        self.unshared = host.destination(gather.out) if wanted_otherwise(host.program, gather) else None
         name = host.names.fresh(f"{gather.out.name}_shared") if self.unshared else gather.out.name
         buffer = Value(name, gather.out.tensor.host(), gather.span)
         host.values.setdefault(gather.out.name, buffer)
@@ -116,14 +116,15 @@ class SentRows:
         operands = {v.name for v in users[0].values(Codec.READ)} - {self.gather.out.name, *self.scales}
         return any(isinstance(s, AllGather) and s.out.name in operands for s in self.host.program.body)
 
-    def multiply(self, s: Contraction, scatter: ScatteredRows | None) -> None:
+    def multiply(self, s: ByBlocks, scatter: ScatteredRows | None) -> None:
         """Append the matmul that waits for the blocks, and make the caller's stream wait for this rank's copies.
 
         After that, other statements may read the rows. `scatter` is the sum over ranks of the matmul's result, if any.
         """
         waits = self.waits()
         self.host.destination(s.out)
-        waiting = replace(s.rename(self.host.values), a=self.transfers.buffer, epoch=ARRIVED, **waits)
+        there = {**self.host.values, s.rows.name: self.transfers.buffer}
+        waiting = replace(s.rename(there), epoch=ARRIVED, **waits)
         self.host.body.append(waiting if scatter is None else scatter.raising(waiting))
         self.finish()
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from hostir.ir.comm_ops import AllGather, AllReduce, Collective, Communication, ReduceScatter
+from hostir.ir.expert_ops import GroupedMatmul
 from hostir.ir.op import Statement, Value
 from hostir.ir.program import Names, Program
 from hostir.ir.scaled_ops import ScaledMatmul, Scaling
@@ -201,7 +202,8 @@ class RowCollectives:
                 cut = replace(s, x=shard, out=full_value)
                 moves += [cut] if s in self.moves else []
                 body += [Reshape(s.x, shard, span=s.span), cut]
-                otherwise = s in self.moves and wanted_otherwise(self.program, s.out)
+                otherwise = s in self.moves and not all(reads_rows(u, s.out) for u in users(self.program, s.out))
+                otherwise |= s in self.moves and s.out in self.program.outputs
                 body += [Reshape(full_value, s.out, span=s.span)] if otherwise else []
             elif isinstance(s, Contraction) and s.a.name in full and reads_rows(s, s.a):
                 a = full[s.a.name]
@@ -335,7 +337,7 @@ def _why_not_overlapped(s: Communication, program: Program, strategy: str) -> st
         return "it gathers indices"
     if not columns and strategy == "ring" and multiplied_in_turn(program, s):
         return ""
-    if not any(reads_rows(user, s.out) for user in program.body):
+    if not any(waits_for_rows(user, s) for user in program.body):
         return f"no matmul has {s.out} as its left side"
     if first_matmul(program, s) is None:
         return f"every matmul with {s.out} as its left side needs it for its right side too"
@@ -383,6 +385,18 @@ def reads_rows(s: Statement, rows: Value) -> bool:
     return isinstance(s, Contraction) and s.a.name == rows.name and reads.count(rows.name) == 1
 
 
+def waits_for_rows(s: Statement, gather: AllGather) -> bool:
+    """Return True if a product can wait for gathered rows, which are its left operand and no other operand.
+
+    A grouped matmul waits for complete sources, so the gathered axis must be one of them.
+    """
+    rows = gather.out
+    if isinstance(s, GroupedMatmul):
+        sources = len(rows.tensor.axes) - 2
+        return s.x.name == rows.name != s.w.name and shard_place(gather).axis < sources
+    return reads_rows(s, rows)
+
+
 def multiplied_in_turn(program: Program, s: AllGather) -> bool:
     """Return True if a product can be computed shard by shard from gathered rows, or from what is computed from them.
 
@@ -410,16 +424,17 @@ def first_matmul(program: Program, s: AllGather) -> Statement | None:
     after: set[str] = set()  # computed from the rows
     for user in program.body:
         reads = [v.name for v in operands_of(user)]
-        if reads_rows(user, s.out) and after.isdisjoint(reads):
+        if waits_for_rows(user, s) and after.isdisjoint(reads):
             return user
         if s.out.name in reads or not after.isdisjoint(reads):
             after.add(result_of(user).name)
     return None
 
 
-def wanted_otherwise(program: Program, rows: Value) -> bool:
-    """Return True if a tensor of rows is an output, or is read by a statement that is not a matmul of these rows."""
-    return rows in program.outputs or not all(reads_rows(s, rows) for s in users(program, rows))
+def wanted_otherwise(program: Program, gather: AllGather) -> bool:
+    """Return True if gathered rows are an output, or are read by a statement that is not a product of these rows."""
+    rows = gather.out
+    return rows in program.outputs or not all(waits_for_rows(s, gather) for s in users(program, rows))
 
 
 def product_of_rows(program: Program, s: ReduceScatter | AllReduce) -> Contraction | None:

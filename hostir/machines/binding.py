@@ -15,7 +15,7 @@ from hostir.ir.regions import dense_strides
 from hostir.job.symmetric import SharedMemory, touches
 from hostir.kernels.contractions import REPEATABLE
 from hostir.kernels.dtypes import torch_dtype
-from hostir.kernels.layout import row_pieces, with_rows
+from hostir.kernels.layout import row_pieces, source_pieces, with_rows
 from hostir.kernels.repeats import Kernel, repeating
 from hostir.plan.operations import NONE, AllocateOp, ComputeOp, CopyOp, ViewOp, overlap
 from hostir.plan.unroll import unroll
@@ -125,7 +125,9 @@ def compute_block(
     first = block * height
     left = (a, first) if own_rows is None else (own_rows, 0)
     parts = [(out, first), left, *((others[n - 1], first) for n in of_rows)]
-    for _, (out_part, a_part, *cut_alike) in row_pieces(parts, height):
+    by_source = ready is not None and ready.sources
+    pieces = source_pieces(parts, by_source, out.shape[-2], height) if by_source else row_pieces(parts, height)
+    for _, (out_part, a_part, *cut_alike) in pieces:
         for n, rows in zip(of_rows, cut_alike, strict=True):
             others[n - 1] = rows
         kernel(out_part, a_part, *others, **op.options)

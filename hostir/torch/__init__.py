@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor  # in `hostir`, the annotation torch.Tensor resolves to this module's Tensor
 
+from hostir.torch.experts import GroupedExperts, expert_mlp
 from hostir.torch.functional import (
     all_gather_matmul,
     all_reduce,
@@ -28,6 +29,7 @@ __all__ = [
     "ColumnParallelLinear",
     "ColwiseParallel",
     "GatedMLP",
+    "GroupedExperts",
     "OverlapPass",
     "QKVParallelLinear",
     "RowParallelLinear",
@@ -37,6 +39,7 @@ __all__ = [
     "all_gather_matmul",
     "all_reduce",
     "column_parallel_linear",
+    "expert_mlp",
     "gated_linear",
     "install",
     "matmul_all_reduce",

@@ -82,3 +82,40 @@ def test_a_repeated_run_sees_other_offsets_in_the_same_program() -> None:
         inputs = random_inputs(program, {}, seed)
         (y,), (exact,) = hi.run(program, *inputs, seed=seed), reference(fusion.program(), inputs)
         torch.testing.assert_close(y.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def gathered(shape: list[int], axis: int) -> hi.Fusion:
+    """Return a grouped matmul of rows that are gathered along an axis, with offsets on every rank."""
+    with hi.Fusion("gathered") as fusion:
+        x, w = hi.tensor("x", shape, "f32"), hi.tensor("w", [3, shape[-1], 8], "f32")
+        y = hi.grouped_matmul(x, w, hi.tensor("offsets", [*shape[:-2], 4], "i32"))
+        fusion.output(y)
+    mesh = hi.DeviceMesh(range(4))
+    x.shard(axis, mesh)
+    for t in (w, y):
+        t.set_device_mesh(mesh)
+    return fusion
+
+
+@pytest.mark.parametrize("strategy", ["fused", "push"])
+@pytest.mark.parametrize(
+    ("shape", "axis"), [([4, 6, 8], 0), ([8, 6, 8], 0), ([4, 2, 6, 8], 0), ([2, 4, 6, 8], 1), ([2, 2, 4, 6, 8], 2)]
+)
+def test_a_grouped_matmul_waits_for_sources_one_by_one(shape: list[int], axis: int, strategy: str) -> None:
+    fusion = gathered(shape, axis)
+    program = hi.lower(fusion, strategy)
+    assert hi.check(program) == []
+    assert hi.parse(str(program)) == program
+    one_block_a_source = len(shape) < 5  # else sources of a rank lie along several axes
+    assert any("ready" in line for line in str(program).splitlines() if "grouped_matmul" in line) == one_block_a_source
+    for seed in range(4):
+        inputs = random_inputs(program, {}, seed)
+        (y,), (exact,) = hi.run(program, *inputs, seed=seed), reference(fusion.program(), inputs)
+        torch.testing.assert_close(y.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("axis", [1, 2])
+def test_rows_within_a_source_are_not_overlapped_because_offsets_count_them(axis: int) -> None:
+    for strategy in ("ring", "fused", "push"):
+        with pytest.raises(HostIRError, match=f"'{strategy}' cannot overlap the allgather"):
+            hi.lower(gathered([2, 8, 8], axis), strategy)

@@ -31,7 +31,7 @@ LOWERED = {
     "sequential by copy_engine": ["allgather_matmul"],
     "pipeline": [*EVERY, *EXPERTS, "mlp", "allgather_matmul_rows", "weight_gathered"],
     "ring": [*EVERY, *SCALED, *EXPERTS, "mlp", "all_gather", "all_reduce"],
-    "fused": [*EVERY, *SCALED, "mlp", "allgather_matmul_rows"],
+    "fused": [*EVERY, *SCALED, "mlp", "allgather_matmul_rows", "expert_mlp"],
     "push": [*EVERY, *SCALED, "mlp"],
 }
 ON_ONE_STREAM = "allgather_matmul_rows-fused_on_one_stream.hir"

@@ -14,7 +14,8 @@ from tests.launch import environment, launch
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-SCRIPTS = [HERE / f"{name}_cases.py" for name in ("operator", "scaled", "layer", "stack", "module", "style", "overlap")]
+NAMES = ("operator", "scaled", "layer", "stack", "module", "style", "overlap", "expert")
+SCRIPTS = [HERE / f"{name}_cases.py" for name in NAMES]
 ON_FOUR = {  # the other cases do not depend on the number of ranks, and run on two only
     "fused_all_gather_matmul",
     "fused_matmul_reduce_scatter",
@@ -37,6 +38,8 @@ ON_FOUR = {  # the other cases do not depend on the number of ranks, and run on 
     "layers_in_fp8_multiply_fp8_numbers",
     "modules_can_be_combined_with_fully_shard",
     "a_checkpoint_can_be_loaded_by_another_number_of_ranks",
+    "experts_match_a_mixture_on_one_rank_with_gradients",
+    "modules_of_experts_train_like_on_one_rank",
 }
 CASES = {s: re.findall(r"@case\ndef (\w+)\(", s.read_text(encoding="utf-8")) for s in SCRIPTS}
 TIMEOUT = 280

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hostir.ir.machine import Done, Ready
-from hostir.kernels.layout import row_pieces
+from hostir.kernels.layout import row_pieces, source_pieces
 from hostir.kernels.repeats import Kernel
 from hostir.machines.simulated.issuing import Issuer, do_nothing
 from hostir.machines.simulated.memory import make_undefined
@@ -113,12 +113,18 @@ class BlockKernel:
             together.setdefault(arrived.get(source, start), []).append(source)
         rows = [(self.out, first), *parts, *replaced, *((y, first) for y in self.cut_alike)]
         pieces = []
-        for row, (target, *views) in row_pieces(rows, self.height, [cut - first for cut in self.cuts]):
+        for row, (target, *views) in self.cut(rows, first):
             sources, unused, along = _split(views, len(parts), len(replaced_blocks))
             undefined = dict(zip(replaced_blocks, unused, strict=True))
             task = self.piece(start, first + row, target, sources, undefined, along, together)
             pieces.append((first + row, task))
         return pieces
+
+    def cut(self, rows: Sequence[tuple[torch.Tensor, int]], first: int) -> list[tuple[int, Views]]:
+        """Return the pieces of a block, which begins at row `first`. Each has its first row in the block, and views."""
+        if self.ready is not None and self.ready.sources:
+            return source_pieces(rows, self.ready.sources, self.out.shape[-2], self.height)
+        return row_pieces(rows, self.height, [cut - first for cut in self.cuts])
 
     def piece(
         self,

@@ -1,0 +1,125 @@
+"""Cases of tensor-parallel experts; test_operators.py starts the ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+import hostir as hi
+import hostir.torch
+from tests.torch.on_ranks import RANKS, assert_near, broadcast, case, group, main, part, tp_mesh
+
+FEATURES, HIDDEN, EXPERTS, EACH = 12, 8, 5, 2
+
+
+def mixture(x, experts, weights, gate, up, down):
+    """Compute a mixture of experts on one rank, token by token and expert by expert."""
+    y = torch.zeros_like(x)
+    for e in range(len(gate)):
+        out = (F.silu(x @ gate[e]) * (x @ up[e])) @ down[e]
+        y = y + out * (weights * (experts == e)).sum(-1, keepdim=True)
+    return y
+
+
+def drawn(tokens: int, choose, dtype=torch.float32):
+    """Return the unsharded inputs of a mixture of experts, the same on all ranks."""
+    shapes = [(tokens * RANKS, FEATURES), (tokens * RANKS, EACH)]
+    shapes += [(EXPERTS, FEATURES, HIDDEN * RANKS)] * 2 + [(EXPERTS, HIDDEN * RANKS, FEATURES)]
+    x, weights, gate, up, down = (broadcast(torch.rand(shape) - 0.5).to(dtype) for shape in shapes)
+    return x, broadcast(choose(tokens * RANKS)), weights, gate, up, down
+
+
+ROUTES = {
+    "any": lambda n: torch.rand(n, EXPERTS).topk(EACH).indices,
+    "one expert": lambda n: torch.full((n, EACH), 3),
+    "two of five": lambda n: torch.tensor([[0, 4]]).expand(n, -1).contiguous(),
+    "some tokens dropped": lambda n: torch.rand(n, EXPERTS).topk(EACH).indices.where(torch.rand(n, EACH) < 0.7, -1),
+    "other experts on each rank": lambda n: (torch.arange(n) * EXPERTS // n)[:, None].expand(-1, EACH).contiguous(),
+}
+
+
+def parts_of(tensors):
+    x, experts, weights, gate, up, down = tensors
+    return (*(part(t, 0) for t in (x, experts, weights)), part(gate, 2), part(up, 2), part(down, 1))
+
+
+@case
+def experts_match_a_mixture_on_one_rank_with_gradients() -> None:
+    for strategy in ("auto", "ring", "sequential"):
+        for tokens in (7, 1):
+            for choose in ROUTES.values():
+                whole = [t.double().requires_grad_() if t.is_floating_point() else t for t in drawn(tokens, choose)]
+                mine = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in parts_of(whole)]
+                with hi.torch.install(strict=True, strategy=strategy):
+                    y, exact = hi.torch.expert_mlp(*mine, group()), mixture(*whole)
+                    assert_near(y.detach(), part(exact.detach(), 0))
+                    dy = broadcast(torch.rand(exact.shape).double())
+                    exact.backward(dy)
+                    y.backward(part(dy, 0))
+                gradients = parts_of([t.grad if t.is_floating_point() else t for t in whole])
+                for ours, theirs in zip(mine, gradients, strict=True):
+                    if ours.is_floating_point():
+                        assert_near(ours.grad, theirs)
+
+
+@case
+def experts_in_16_bits_are_close() -> None:
+    tensors = drawn(16, ROUTES["any"], torch.bfloat16)
+    exact = mixture(*(t.double() if t.is_floating_point() else t for t in tensors))
+    assert_near(hi.torch.expert_mlp(*parts_of(tensors), group()), part(exact, 0))
+
+
+@case
+def modules_of_experts_train_like_on_one_rank() -> None:
+    torch.manual_seed(7)
+    layer = hi.torch.GroupedExperts(EXPERTS, FEATURES, HIDDEN * RANKS, tp_mesh())
+    whole = [p.full_tensor().detach().clone().requires_grad_() for p in layer.parameters()]
+    ours, theirs = torch.optim.AdamW(layer.parameters(), 1e-2), torch.optim.AdamW(whole, 1e-2)
+    for step in range(3):
+        x, experts, weights, *_ = drawn(4 + step, ROUTES["any"])  # the number of tokens changes
+        y, exact = layer(part(x, 0), part(experts, 0), part(weights, 0)), mixture(x, experts, weights, *whole)
+        assert_near(y.detach(), part(exact.detach(), 0))
+        ours.zero_grad()
+        theirs.zero_grad()
+        y.square().sum().backward()
+        exact.square().sum().backward()
+        ours.step()
+        theirs.step()
+    for parameter, other in zip(layer.parameters(), whole, strict=True):
+        assert_near(parameter.full_tensor().detach(), other.detach())
+    shape = f"{EXPERTS} experts, {FEATURES} features, {HIDDEN * RANKS} hidden"
+    assert repr(layer) == f"GroupedExperts({shape}, {RANKS} ranks)"
+
+
+@case
+def operators_of_experts_pass_torchs_opcheck() -> None:
+    x, experts, _, gate, up, down = parts_of(drawn(4, ROUTES["any"]))
+    name, ops = group(), torch.ops.hostir
+    torch.library.opcheck(ops.route, (experts, EXPERTS, name))
+    routing = ops.route(experts, EXPERTS, name)
+    h = torch.rand(RANKS, 4 * EACH, HIDDEN)
+    for tensor in (x, gate, up, down, h):
+        tensor.requires_grad_()
+    torch.library.opcheck(ops.all_gather_grouped_matmul, (x, [gate, up], *routing, name))
+    torch.library.opcheck(ops.grouped_matmul_reduce_scatter, (h, down, *routing, name))
+
+
+@case
+def arguments_that_do_not_fit_are_refused() -> None:
+    x, experts, weights, gate, up, down = parts_of(drawn(4, ROUTES["any"]))
+    for arguments, problem in (
+        ((x, experts[:3], weights, gate, up, down), "tokens .* experts .* and weights"),
+        ((x, experts.float(), weights, gate, up, down), "experts of torch.float32"),
+        ((x, experts, weights, gate[1:], up, down), "matrices of shape"),
+        ((x, experts, weights, gate, up, down[:, 1:]), "matrices of shape"),
+        ((x, experts, weights, gate.double(), up.double(), down.double()), "operands of several dtypes"),
+    ):
+        with pytest.raises(hi.HostIRError, match=problem):
+            hi.torch.expert_mlp(*arguments, group())
+    with pytest.raises(hi.HostIRError, match="ranks do not divide the hidden features"):
+        hi.torch.GroupedExperts(EXPERTS, FEATURES, HIDDEN * RANKS + 1, tp_mesh())
+
+
+if __name__ == "__main__":
+    main()
