@@ -20,7 +20,25 @@ Draw = Callable[..., Any]
 
 # Programs have any registered statement with operands that its codecs allow. They parse and print, but have no meaning.
 # A new statement is covered as soon as it is registered.
-WORDS = ["a", "b_1", "x", "M", "K", "didx", "tp", "to", "axis", "over", "on", "in", "streams", "matmul", "wait", "auto"]
+WORDS = [
+    "a",
+    "b_1",
+    "x",
+    "M",
+    "K",
+    "didx",
+    "tp",
+    "to",
+    "axis",
+    "over",
+    "on",
+    "in",
+    "streams",
+    "hosts",
+    "matmul",
+    "wait",
+    "auto",
+]
 MESHES = (
     Mesh("mesh", ("didx",), (4,), (0, 1, 2, 3)),
     Mesh("grid", ("dp", "tp"), (2, 3), (5, 4, 3, 2, 1, 0)),
@@ -35,7 +53,7 @@ names = st.sampled_from(WORDS)
 @st.composite
 def sizes(draw: Draw, multiple_of: int = 1, quotients: bool = True) -> Size:
     size = Size(draw(st.integers(1, 9)) * multiple_of)
-    for name in draw(st.lists(st.sampled_from(["M", "K", "on", "streams"]), max_size=3)):
+    for name in draw(st.lists(st.sampled_from(["M", "K", "on", "streams", "hosts"]), max_size=3)):
         size = size * Size.of(name) if not quotients or draw(st.booleans()) else size / Size.of(name)
     return size / draw(st.integers(1, 5)) if quotients and size.symbols and draw(st.booleans()) else size
 

@@ -23,7 +23,7 @@ from hostir.choice.choices import (
     ranked_by,
 )
 from hostir.choice.cost import CostTask, tasks_of
-from hostir.choice.platforms import ELSEWHERE, SIMULATED, Platform, platform_here
+from hostir.choice.platforms import ELSEWHERE, SIMULATED, Platform, platform_here, simulated
 from hostir.choice.simulation import EAGER, GRAPH, estimates
 from hostir.ir.program import Program, shares_memory, uses_nccl
 from hostir.ir.sizes import binding
@@ -125,7 +125,8 @@ def decider_for(
     The arguments are the same as in `choose`.
     """
     check_known("kind of calls", calls, CALLS)
-    platform = platform_here(machine_name(machine, group), program.ranks, group)
+    name = machine_name(machine, group)
+    platform = simulated(program) if name == SIMULATED else platform_here(name, program.ranks, group)
     check_ranks(program, platform)
     return Decider(program, platform, KERNELS.get(kernels), calls, SYMMETRIC_LIMIT.get(symmetric_limit))
 

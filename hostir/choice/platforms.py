@@ -11,7 +11,7 @@ from typing import Any
 
 from hostir.choice import calibration
 from hostir.choice.hardware import CPU, REFERENCE, Hardware, hardware_of, parse_machine
-from hostir.ir.program import Program
+from hostir.ir.program import Program, stated_hosts
 from hostir.ir.source import error, user_span
 from hostir.job.hosts import equal_hosts, host_identity, ranks_by_host
 
@@ -104,13 +104,19 @@ def planned(program: Program, machine: str, hosts: int | None = None) -> Platfor
     Args:
         program: a fusion or a host program.
         machine: a known machine. `h100x8` has 8 GPUs in each host. `h100` has as many as the program has ranks.
-        hosts: the number of hosts. By default there are as few as the program needs: 1 if `machine` has a number.
+        hosts: the number of hosts; by default the number that the program's meshes state. If they state none, there are
+            as few hosts as the program needs: 1 if `machine` has a number.
 
     Raises HostIRError for an unknown machine, for more GPUs than a host has, and for ranks that do not fill the hosts.
     """
     hardware, in_host = parse_machine(machine)
     if hosts is not None and hosts < 1:
         raise error(f"{hosts} hosts", user_span(), expected="at least 1")
+    stated = stated_hosts(program)
+    if hosts and stated and hosts != stated:
+        what = f"the meshes of @{program.name} state {stated} hosts, not {hosts}"
+        raise error(what, user_span(), hint="leave --hosts out, or change the meshes")
+    hosts = hosts or stated or None
     if in_host is None:
         hosts = hosts or _fewest_hosts(program.ranks, hardware.host_gpus or program.ranks)
         in_host = program.ranks // hosts
@@ -137,9 +143,9 @@ def _fewest_hosts(ranks: int, host_gpus: int) -> int:
     return next(hosts for hosts in range(1, ranks + 1) if ranks % hosts == 0 and ranks <= hosts * host_gpus)
 
 
-def simulated(ranks: int) -> Platform:
+def simulated(program: Program) -> Platform:
     """Return the platform of simulated ranks. They have no speed, so choices are made for the reference machine."""
-    return Platform(SIMULATED, REFERENCE.name, ranks, "nvlink", (), REFERENCE)
+    return replace(planned(program, REFERENCE.name), machine=SIMULATED)
 
 
 def platform_here(machine: str, ranks: int, group: object = None) -> Platform:
@@ -149,8 +155,6 @@ def platform_here(machine: str, ranks: int, group: object = None) -> Platform:
     the platform has the ranks of the group. Outside torchrun, the platform has `ranks` ranks. For `cuda`, each of these
     ranks then stands for one GPU of this host. For `gloo`, all ranks run on the CPU of this host.
     """
-    if machine == SIMULATED:
-        return simulated(ranks)
     from hostir.job.guest import session_of
 
     session = session_of(group, "cuda" if machine == CUDA else "cpu")

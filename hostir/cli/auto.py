@@ -14,7 +14,7 @@ from hostir.choice.choices import Choice
 from hostir.choice.decision import Decider, check_ranks, check_sizes, choose
 from hostir.choice.hardware import REFERENCE
 from hostir.choice.platforms import Platform, planned, platform_here
-from hostir.ir.program import Program
+from hostir.ir.program import Program, stated_hosts
 from hostir.job.session import joined, launched
 from hostir.knobs import KERNELS, SYMMETRIC_LIMIT
 
@@ -39,11 +39,12 @@ def platform_of(
 ) -> Platform:
     """Return the platform for which strategies are chosen.
 
-    If `machine` or `hosts` is given, they name the platform: see `planned`. Otherwise the platform is this machine if
+    If `machine` or `hosts` is given, they name the platform: see `planned`. So do hosts that the fusion's meshes state,
+    unless torchrun started this process or `device` is given. Otherwise the platform is this machine if
     torchrun started this process, if `device` is given, or if this machine has a GPU for each rank. In all other cases
     it is the reference machine.
     """
-    if machine is not None or hosts is not None:
+    if machine is not None or hosts is not None or (stated_hosts(fusion) and device is None and not launched()):
         return planned(fusion, machine or REFERENCE.name, hosts)
     if launched():
         return platform_here("cuda" if joined(device).device.type == "cuda" else "gloo", fusion.ranks)

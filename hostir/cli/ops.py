@@ -51,6 +51,7 @@ program @example(%a: bf16[4@didx, M], %b: bf16[4@dp, (2@tp 16)] on @grid) -> (%c
 | `hostir 1` | the version of the text |
 | `mesh @grid [dp, tp] = (0 1) (2 3)` | devices in a line or a grid: teams of `tp` are its rows, of `dp` its columns |
 | `mesh @cube [dp, cp, tp] = ((0 1) (2 3)) ((4 5) (6 7))` | a grid of grids, and so on: any number of axes |
+| `mesh @mesh [didx] = 0 1 2 3 hosts 2` | planned for 2 hosts with equally many ranks; all meshes state it, or none |
 | `fusion @name` | a tensor program, before lowering: every statement defines a value |
 | `program @name` | a host program, after lowering: statements write buffers and run on streams |
 | `(%a: ...) -> (%c)` | inputs with their types, and outputs |

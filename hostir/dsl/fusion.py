@@ -12,7 +12,7 @@ from typing import Any
 from hostir.dsl.mesh import NAME
 from hostir.dsl.tensors import SizeLike, Tensor
 from hostir.ir.op import Phase, Statement, Value
-from hostir.ir.program import Names, Program
+from hostir.ir.program import Names, Program, check_hosts
 from hostir.ir.sizes import Size
 from hostir.ir.source import Span, described, did_you_mean, error, user_span
 from hostir.ir.tensor_ops import TensorOp
@@ -88,14 +88,16 @@ class Fusion:
         if not self.outputs:
             raise error(f"fusion @{self.name} has no output", self.span, hint="fusion.output(c)")
         meshes: dict[tuple[Any, ...], Mesh] = {}
-        types = {}
+        types, hosts = {}, self._hosts()
         for t in self.tensors.values():
             mesh = None
             if t.mesh:
                 key = (t.mesh.names, t.mesh.shape, t.mesh.devices)
                 name = f"mesh_{len(meshes)}" if meshes else "mesh"
-                mesh = meshes.setdefault(key, Mesh(name, *key))
+                mesh = meshes.setdefault(key, Mesh(name, *key, hosts))
             types[t.name] = TensorType(t.dtype, t.axes, mesh, t.partial_over)
+        if hosts:
+            check_hosts(meshes.values(), self.span)
         values = {t.name: Value(t.name, types[t.name], t.span) for t in self.tensors.values()}
         return Program(
             self.name,
@@ -105,6 +107,14 @@ class Fusion:
             tuple(values[t.name] for t in self.outputs),
             tuple(s.rename(values) for s in self._statements),
         )
+
+    def _hosts(self) -> int:
+        """Return the number of hosts that meshes of tensors state; 0 if none states it."""
+        stated = sorted({t.mesh.hosts for t in self.tensors.values() if t.mesh and t.mesh.hosts})
+        if len(stated) > 1:
+            what = f"the meshes of @{self.name} state {' and '.join(map(str, stated))} hosts"
+            raise error(what, self.span, expected="one number for all")
+        return stated[0] if stated else 0
 
     def size(self, extent: SizeLike, span: Span | None) -> Size:
         """Return `extent` as a size. Raise if it has a symbol that does not occur in the shape of any input."""

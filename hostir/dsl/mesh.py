@@ -36,14 +36,18 @@ class DeviceMesh:
             for more. Arrays of integers are accepted, too.
         names: one name for each axis, outermost first; by default `("didx",)` or `("didy", "didx")`. A mesh of more
             axes needs names, such as `("dp", "cp", "tp")`.
+        hosts: the number of hosts for which the program is planned, by `hi.timeline` and `hostir explain` for example.
+            The program's ranks fill the hosts in order, equally many on each. If one mesh of a program states it, it
+            holds for the program. A job finds out which of its ranks share a host.
 
     Fields:
         devices: the ranks in row-major order.
         shape: the number of ranks along each axis.
         names: the names of the axes.
+        hosts: the number of hosts; None if it is not stated.
     """
 
-    def __init__(self, devices: Iterable[Any], names: Sequence[str] | None = None) -> None:
+    def __init__(self, devices: Iterable[Any], names: Sequence[str] | None = None, *, hosts: int | None = None) -> None:
         span = user_span()
         self.devices: tuple[int, ...]
         self.devices, self.shape = _grid(devices, span)
@@ -56,6 +60,9 @@ class DeviceMesh:
                 f"the mesh names a device twice: {described(list(self.devices))}", span, expected="each device once"
             )
         self.names = _names(names, len(self.shape), span)
+        if hosts is not None and (isinstance(hosts, bool) or not isinstance(hosts, int) or hosts < 1):
+            raise error(f"hosts={described(hosts)}", span, expected="an integer from 1")
+        self.hosts = hosts
 
     def axis_name(self, on: ParallelType | str, span: Span | None) -> str:
         """Return the name of the mesh axis that `on` means: DIDx, DIDy or a name. Raise if there is no such axis."""

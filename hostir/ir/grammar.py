@@ -14,7 +14,7 @@ from hostir.ir.text import FieldPart, OptionalPart, SyntaxPart, template
 
 BASE = r"""
 start: _HOSTIR INT mesh* head
-mesh: _MESH AT "[" NAME ("," NAME)* "]" "=" (row | grid)
+mesh: _MESH AT "[" NAME ("," NAME)* "]" "=" (row | grid) [_HOSTS INT]
 grid: ("(" (row | grid) ")")+
 row: INT+
 head: PHASE AT "(" [params] ")" "->" "(" [names] ")" [_STREAMS INT] block
@@ -65,7 +65,7 @@ FRAGMENT = {
 @cache
 def grammar() -> tuple[str, dict[str, tuple[type[Statement], Phase]]]:
     """Return the text of the grammar, and a map from the name of a statement rule to its statement class and phase."""
-    words = {"hostir", "mesh", "streams", "partial", "on"}
+    words = {"hostir", "mesh", "hosts", "streams", "partial", "on"}
     rules: dict[str, tuple[type[Statement], Phase]] = {}
     lines: list[str] = []
 

@@ -10,7 +10,7 @@ from lark import Token, Tree
 
 from hostir.ir.grammar import grammar, tree_of
 from hostir.ir.op import VALUE_CODECS, Bin, Codec, Expr, Lit, Phase, Ref, Statement, Value, codecs_of, defaults_of
-from hostir.ir.program import Program
+from hostir.ir.program import Program, check_hosts
 from hostir.ir.sizes import DIGITS, Size
 from hostir.ir.source import WIDEST, HostIRError, Span, did_you_mean, error
 from hostir.ir.text import VERSION, OptionalPart, SyntaxPart, template
@@ -170,6 +170,7 @@ class TreeReader:
         if not self.meshes:
             hint = "write a line such as 'mesh @mesh [didx] = 0 1 2 3' above"
             raise self.text.fail(f"{name} has no mesh", name, hint=hint)
+        check_hosts(self.meshes.values(), self.text.span(_parts(meshes[0])[0]))
         self.phase = Phase(str(phase))
         pool = self.text.integer(streams) if streams else 0
         inputs = tuple(self.parameter(p) for p in (_parts(params) if params else ()))
@@ -181,7 +182,7 @@ class TreeReader:
         return Program(str(name)[1:], self.phase, tuple(self.meshes.values()), inputs, outs, body, pool)
 
     def mesh(self, tree: Tree[Token]) -> None:
-        name, *names, grid = _parts(tree)
+        name, *names, grid, stated = _parts(tree)
         span, axes = self.text.span(name), tuple(map(str, names))
         rows, shape = _rows(grid), _shape(grid)
         devices = tuple(self.text.integer(d) for row in rows for d in _parts(row))
@@ -197,7 +198,12 @@ class TreeReader:
             raise error(f"a mesh axis cannot be called '{STREAM}'", span, hint="it marks the slices of a pipeline")
         if name[1:] in self.meshes:
             raise error(f"mesh {name} is defined twice", span, hint="give it another name")
-        self.meshes[name[1:]] = Mesh(name[1:], axes, shape, devices)
+        self.meshes[name[1:]] = Mesh(name[1:], axes, shape, devices, self.hosts(stated))
+
+    def hosts(self, stated: Token | None) -> int:
+        if stated is not None and self.text.integer(stated) == 0:
+            raise self.text.fail("0 hosts", stated, expected="at least 1")
+        return 0 if stated is None else self.text.integer(stated)
 
     def parameter(self, tree: Tree[Token]) -> Value:
         token, type = _parts(tree)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from hostir.ir.divisions import divisions_of, misfits
 from hostir.ir.op import Codec, Phase, Statement, Value, codecs_of
 from hostir.ir.sizes import DIGITS, Division, Size, binding
-from hostir.ir.source import Diagnostic, HostIRError, described, did_you_mean, error, user_span
+from hostir.ir.source import Diagnostic, HostIRError, Span, described, did_you_mean, error, user_span
 from hostir.ir.text import INDENT, VERSION, Printer
 from hostir.ir.types import Mesh, TensorType
 
@@ -137,6 +137,21 @@ class Program:
 
     def with_body(self, body: Iterable[Statement]) -> Program:
         return replace(self, body=tuple(body))
+
+
+def check_hosts(meshes: Collection[Mesh], span: Span | None) -> None:
+    """Raise HostIRError if meshes state different numbers of hosts, or a number that the ranks cannot fill equally."""
+    stated, ranks = sorted({mesh.hosts for mesh in meshes}), 1 + max(d for mesh in meshes for d in mesh.devices)
+    if len(stated) > 1:
+        numbers = " and ".join(str(hosts) if hosts else "none" for hosts in stated)
+        raise error(f"the meshes of a program state different hosts: {numbers}", span, expected="one number for all")
+    if stated[0] and ranks % stated[0]:
+        raise error(f"{ranks} ranks on {stated[0]} hosts", span, expected="equally many ranks on each host")
+
+
+def stated_hosts(program: Program) -> int:
+    """Return the number of hosts for which a program is planned; 0 if its meshes do not state it."""
+    return program.meshes[0].hosts
 
 
 def shares_memory(program: Program) -> bool:

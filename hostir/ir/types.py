@@ -36,13 +36,15 @@ class Mesh:
     """A grid of devices with one or more named axes, outermost first.
 
     `devices` lists the grid in row-major order. nvFuser calls the last axis DIDx and the axis before it DIDy. The text
-    of a program uses the names in `axes`, such as `didx` or `tp`.
+    of a program uses the names in `axes`, such as `didx` or `tp`. `hosts` is the number of hosts for which the program
+    is planned, 0 if it is not stated. Ranks fill the hosts in order, equally many on each. Runs ignore it.
     """
 
     name: str
     axes: tuple[str, ...]
     shape: tuple[int, ...]
     devices: tuple[int, ...]
+    hosts: int = 0
 
     def size(self, axis: str) -> int:
         return self.shape[self.axes.index(axis)]
@@ -82,7 +84,7 @@ class Mesh:
         parts = [str(device) for device in self.devices]
         for n in self.shape[:0:-1]:  # from the innermost axis outwards
             parts = [f"({' '.join(parts[i : i + n])})" for i in range(0, len(parts), n)]
-        return f"@{self.name} [{', '.join(self.axes)}] = {' '.join(parts)}"
+        return f"@{self.name} [{', '.join(self.axes)}] = {' '.join(parts)}" + f" hosts {self.hosts}" * bool(self.hosts)
 
 
 @dataclass(frozen=True)

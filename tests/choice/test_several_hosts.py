@@ -12,10 +12,11 @@ from examples import patterns
 from hostir.__main__ import main
 from hostir.choice.candidates import candidates_of
 from hostir.choice.cost import CostTransfer, Crossing, tasks_of
+from hostir.choice.decision import choose
 from hostir.choice.hardware import H200, Hardware
 from hostir.choice.platforms import Platform, planned, reference
 from hostir.choice.simulation import Costs
-from hostir.ir.program import Program
+from hostir.ir.program import Program, stated_hosts
 from hostir.ir.source import HostIRError
 from hostir.job.hosts import equal_hosts
 
@@ -75,6 +76,31 @@ def test_hosts_that_do_not_fit_are_refused(machine: str, hosts: int, ranks: int,
     with pytest.raises(HostIRError) as refused:
         planned(gathered(ranks), machine, hosts)
     assert refused.value.diagnostics[0].message == message
+
+
+def stated(ranks: int, hosts: int) -> hi.Fusion:
+    with hi.Fusion("stated") as fusion:
+        a, b = hi.tensor("a", [ranks, 64, 64], "bf16"), hi.tensor("b", [64, 64], "bf16")
+        mesh = hi.DeviceMesh(range(ranks), hosts=hosts)
+        c = hi.matmul(a.shard(0, mesh), b)
+        c.set_device_mesh(hi.DeviceMesh(range(ranks)))  # one mesh states the hosts for all
+        fusion.output(c)
+    return fusion
+
+
+def test_hosts_that_a_mesh_states_are_those_of_the_plan() -> None:
+    program = stated(16, 4).program()
+    assert [mesh.hosts for mesh in program.meshes] == [4]
+    assert planned(program, "h200").hosts == planned(program, "h200x4").hosts == equal_hosts(16, 4)
+    assert stated_hosts(hi.lower(program, "sequential")) == 4
+    with pytest.raises(HostIRError, match="the meshes of @stated state 4 hosts, not 2"):
+        planned(program, "h200x8", 2)
+
+
+def test_simulated_ranks_stand_for_the_hosts_that_a_mesh_states() -> None:
+    choice = choose(stated(4, 2).program(), machine="local", warn=False)
+    assert "on 2 hosts" in str(choice)
+    assert "stay within one host" in " ".join(choice.fallbacks)
 
 
 # What crosses ---------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from hostir.ir import HostIRError
 from hostir.ir.sizes import ONE, Size, product
 from tests.strategies import sizes
 
-bindings = st.fixed_dictionaries({name: st.integers(1, 60) for name in ("M", "K", "on", "streams")})
+bindings = st.fixed_dictionaries({name: st.integers(1, 60) for name in ("M", "K", "on", "streams", "hosts")})
 
 
 def fraction(size: Size, values: dict[str, int]) -> float:
