@@ -13,7 +13,7 @@ from hostir.choice import calibration
 from hostir.choice.hardware import CPU, REFERENCE, Hardware, hardware_of, parse_machine
 from hostir.ir.program import Program, stated_hosts
 from hostir.ir.source import error, user_span
-from hostir.job.hosts import equal_hosts, host_identity, ranks_by_host
+from hostir.job.hosts import equal_hosts
 
 CUDA, GLOO, SIMULATED, ELSEWHERE = "cuda", "gloo", "local", "elsewhere"
 SEVERAL_HOSTS = "several hosts"
@@ -161,11 +161,11 @@ def platform_here(machine: str, ranks: int, group: object = None) -> Platform:
     if session is None:
         return platform_of([_device_facts(machine, rank) for rank in range(ranks)])
     facts = json.dumps(_device_facts(machine, session.device.index or 0))
-    return platform_of([json.loads(text) for text in session.exchange("platform", facts)])
+    return platform_of([json.loads(text) for text in session.exchange("platform", facts)], session.hosts())
 
 
 def _device_facts(machine: str, device: int) -> dict[str, Any]:
-    """Return facts about one rank's device: host, name, versions and links.
+    """Return facts about one rank's device: name, versions and links.
 
     They also include the reason why peers cannot access its memory.
     """
@@ -174,7 +174,7 @@ def _device_facts(machine: str, device: int) -> dict[str, Any]:
     from hostir.machines.cuda.memory import why_not
 
     versions = {"hostir": _version("hostir"), "torch": torch.__version__}
-    facts = {"machine": machine, "host": host_identity(), "versions": versions, "peers": "", "refuses": ""}
+    facts = {"machine": machine, "versions": versions, "peers": "", "refuses": ""}
     if machine == GLOO:
         name = f"{python_platform.machine()} CPU of {os.cpu_count()} cores"
         return {**facts, "name": name, "calibration": calibration.read(name)}
@@ -234,13 +234,15 @@ def _version(package: str) -> str:
         return "unknown"
 
 
-def platform_of(facts: Sequence[dict[str, Any]]) -> Platform:
-    """Combine the facts about the devices of all ranks into one platform. The result is the same on every rank."""
+def platform_of(facts: Sequence[dict[str, Any]], hosts: tuple[tuple[int, ...], ...] = ()) -> Platform:
+    """Combine the facts about the devices of all ranks into one platform. The result is the same on every rank.
+
+    `hosts` has the ranks of each host. It may be empty if all ranks share a host.
+    """
     first, ranks = facts[0], len(facts)
     versions = tuple(sorted(first["versions"].items()))
-    hosts = ranks_by_host([device["host"] for device in facts])
-    one_host = len(hosts) == 1
-    several = () if one_host else hosts
+    several = hosts if len(hosts) > 1 else ()
+    one_host = not several
     if first["machine"] == GLOO:
         link = "one host" if one_host else SEVERAL_HOSTS
         refusal = FOR_TESTING if one_host else "processes of several hosts share no memory"

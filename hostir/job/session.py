@@ -34,7 +34,7 @@ from hostir.ir.source import HostIRError, check_known, error, logger
 from hostir.job.agreement import Meetings
 from hostir.job.calls import Calls
 from hostir.job.groups import ANEW, Groups, world
-from hostir.job.hosts import ranks_text
+from hostir.job.hosts import host_identity, ranks_by_host, ranks_text
 from hostir.job.links import ALIKE, PAGE, MisalignedError, headline
 from hostir.job.watchdog import Watchdog
 from hostir.knobs import KEEPALIVE, TIMEOUT, set_by_launcher
@@ -92,6 +92,7 @@ class Session:
     store: Any
     watchdog: Watchdog
     limit = Watchdog.limit
+    _hosts: tuple[tuple[int, ...], ...] = ()
 
     def __init__(self, device: torch.device, timeout: float) -> None:
         self.device = device
@@ -163,6 +164,15 @@ class Session:
             if number > 1:
                 self.store.delete_key(f"{key}/{number - 1}/{self.rank}")
             return [self.store.get(k).decode() for k in keys]
+
+    def hosts(self) -> tuple[tuple[int, ...], ...]:
+        """Return the ranks of each host. Ranks of one host can access each other's memory.
+
+        All ranks make the first call of this together. Later calls wait for no other rank.
+        """
+        if not self._hosts:
+            self._hosts = ranks_by_host(self.exchange("the hosts", host_identity()))
+        return self._hosts
 
     @contextlib.contextmanager
     def asking(self, where: str) -> Iterator[None]:

@@ -142,7 +142,7 @@ def test_fused_on_two_streams_is_a_candidate_if_a_kernel_waits_for_several_copie
 def facts(**changes: object) -> dict[str, object]:
     versions = {"torch": "2.11"}
     return {
-        **{"machine": "cuda", "host": "a", "versions": versions, "peers": "nvlink", "refuses": "", "name": "H200"},
+        **{"machine": "cuda", "versions": versions, "peers": "nvlink", "refuses": "", "name": "H200"},
         "calibration": ({}, 1),
         **changes,
     }
@@ -155,9 +155,9 @@ def test_one_rank_without_peer_access_is_enough_to_rule_it_out() -> None:
 
 
 def test_ranks_on_several_hosts_share_no_memory() -> None:
-    assert platforms.platform_of([facts(), facts(host="b")]).link == "several hosts"
-    cpus = [facts(machine="gloo", name="CPU"), facts(machine="gloo", name="CPU", host="b")]
-    platform = platforms.platform_of(cpus)
+    assert platforms.platform_of([facts()] * 2, ((0,), (1,))).link == "several hosts"
+    platform = platforms.platform_of([facts(machine="gloo", name="CPU")] * 4, ((0, 2), (1, 3)))
+    assert str(platform) == "4 x CPU on 2 hosts"
     assert platform.refuses
     assert not platform.runs_all
 

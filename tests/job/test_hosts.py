@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from hostir.choice.platforms import platform_here
 from hostir.job import hosts
 from hostir.job.hosts import host_identity, ranks_by_host, ranks_text
+from hostir.job.session import Session
 
 
 def test_the_name_of_a_host_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,10 +31,16 @@ def test_without_proc_the_name_identifies_a_host(monkeypatch: pytest.MonkeyPatch
     assert host_identity() == "laptop"
 
 
-def test_the_choice_uses_the_same_identity_as_symmetric_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    identities = iter("aab")
-    monkeypatch.setattr("hostir.choice.platforms.host_identity", lambda: next(identities))
-    assert platform_here("gloo", 3).link == "several hosts"
+def test_a_session_asks_the_other_ranks_once_for_their_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, asked = Session.__new__(Session), []
+
+    def exchange(key: str, mine: str) -> list[str]:
+        asked.append(key)
+        return [mine, "another", mine]
+
+    monkeypatch.setattr(job, "exchange", exchange, raising=False)
+    assert job.hosts() == job.hosts() == ((0, 2), (1,))
+    assert asked == ["the hosts"]
 
 
 def test_ranks_are_grouped_by_host_in_the_order_of_ranks() -> None:
