@@ -114,7 +114,7 @@ class CostTransfer:
 
     @property
     def steps(self) -> int:
-        """How often the bytes go around a ring of the ranks: an all-reduce is a reduce-scatter and an all-gather."""
+        """The number of rounds of a ring: 2 for an all-reduce, which is a reduce-scatter and an all-gather."""
         return 2 if self.collective == "allreduce" else 1
 
 
