@@ -329,7 +329,25 @@ def grouped_matmul_of_either(out: torch.Tensor, x: torch.Tensor, w: torch.Tensor
         grouped_by_library(out, x, w, offsets)
 
 
-GROUPED: tuple[Kernel, ...] = (_grouped_matmul, grouped_matmul_of_either)
+def grouped_matmul_by_blocks(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    ready: ReadyFlags,
+    done: DoneFlags | None = None,
+    own_rows: torch.Tensor | None = None,
+) -> None:
+    """Compute a grouped matmul that waits for the flags of blocks of sources. It raises no flags."""
+    from hostir.kernels import grouped  # loads Triton: only where it is used
+
+    assert done is None
+    grouped.grouped_matmul_by_blocks(out, x, w, offsets, ready=ready, own_rows=own_rows)
+
+
+GROUPED_BY_BLOCKS: Mapping[str, Kernel] = {"grouped_matmul_by_blocks": grouped_matmul_by_blocks}
+GROUPED: tuple[Kernel, ...] = (_grouped_matmul, grouped_matmul_of_either, grouped_matmul_by_blocks)
 
 
 def sum_of_few(

@@ -3,9 +3,15 @@
 The kernel reads the offsets of the groups itself, so the host does not wait for them. Every program makes the same
 table of intervals of rows: for each source, the rows before the first group, the groups, and the rows after the last
 group. A tile has rows of one interval. The tiles of the rows that belong to no group store 0.
+
+The rows of sources may arrive while the kernel runs. Then the tiles of the sources that arrive first come first, and a
+program waits for the flag of a tile's source (see `hostir.kernels.flags.ready`).
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
 
 import torch
 import triton
@@ -13,6 +19,7 @@ import triton.language as tl
 
 from hostir.kernels import aten
 from hostir.kernels.devices import INTERPRETED, check_device, launch, launching, limits
+from hostir.kernels.flags.ready import Awaited, ReadyFlags, wait_for_rows
 from hostir.kernels.layout import collapse
 from hostir.kernels.matmul.conversions import from_float32, to_float32
 from hostir.kernels.matmul.operands import DTYPES
@@ -23,14 +30,15 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
-def _intervals(offsets, source_step, step, sources, groups, rows, INTERVALS: tl.constexpr):
+def _intervals(offsets, source_step, step, first, sources, groups, rows, INTERVALS: tl.constexpr):
     """Return the table of intervals: the first row of each, and the row after its last row.
 
-    Each source has `groups + 2` intervals. Offsets that decrease or lie outside the rows are limited to the rows: then
-    some rows are computed twice, and every row is written.
+    Each source has `groups + 2` intervals. The table begins with source `first`, and source 0 follows the last one.
+    Offsets that decrease or lie outside the rows are limited to the rows: then some rows are computed twice, and every
+    row is written.
     """
     number = tl.arange(0, INTERVALS)
-    source, interval = number // (groups + 2), number % (groups + 2)
+    source, interval = (number // (groups + 2) + first) % sources, number % (groups + 2)
     exists = number < sources * (groups + 2)
     at = offsets + source.to(tl.int64) * source_step + interval.to(tl.int64) * step
     begin = tl.load(at - step, mask=exists & (interval > 0), other=0)
@@ -48,12 +56,19 @@ def _dot(x, y, acc):
         return tl.dot(x, y, acc, input_precision="ieee")
 
 
-@triton.jit(do_not_specialize=["sources", "groups", "rows"])
+@triton.jit(do_not_specialize=["sources", "groups", "rows", "epoch", "first", "blocks", "polls"])
 def _grouped_matmul_kernel(
     x,
     w,
     offsets,
     out,
+    own_rows,  # the rows of block `first`, with OWN; their columns have the stride of the columns of x
+    flags,  # flags to polls are set with READY only: fields of ReadyFlags; blocks is the number of flags
+    timeouts,
+    epoch,
+    first,
+    blocks,
+    polls,
     sources,
     groups,
     rows,
@@ -70,13 +85,23 @@ def _grouped_matmul_kernel(
     out_source,
     out_row,
     out_column,
+    own_source,
+    own_row,
     INTERVALS: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    READY: tl.constexpr,
+    OWN: tl.constexpr,
+    FLAGS: tl.constexpr,
 ):
     """Compute this program's tiles. Tiles go down the rows of a group, then right, so that matrices stay in L2."""
-    begins, ends = _intervals(offsets, offsets_source, offsets_step, sources, groups, rows, INTERVALS)
+    each, first_source = 1, 0  # the sources of a block, and the first source to compute
+    known = 0  # with READY: the number of blocks, counted from block `first`, that this program has seen ready
+    if READY:
+        each = sources // blocks
+        first_source = first * each
+    begins, ends = _intervals(offsets, offsets_source, offsets_step, first_source, sources, groups, rows, INTERVALS)
     number = tl.arange(0, INTERVALS)
     heights = tl.cdiv(ends - begins, BM)  # in tiles
     last = tl.cumsum(heights * tl.cdiv(N, BN), 0)  # the number of tiles up to the end of each interval
@@ -85,15 +110,24 @@ def _grouped_matmul_kernel(
         here = number == interval
         height = tl.sum(tl.where(here, heights, 0), 0)
         within = tile - tl.sum(tl.where(here, last, 0), 0) + height * tl.cdiv(N, BN)
-        source, group = (interval // (groups + 2)).to(tl.int64), interval % (groups + 2) - 1
+        turn, group = interval // (groups + 2), interval % (groups + 2) - 1
+        source = ((turn + first_source) % sources).to(tl.int64)
+        terms = tl.where((group >= 0) & (group < groups), K, 0)
+        if READY:  # noqa: SIM102  # known at compile time
+            if (turn // each >= known) & (terms > 0):
+                awaited = Awaited(flags, timeouts, epoch, first, blocks, each * rows)
+                here_row = source.to(tl.int32) * rows
+                known, polls = wait_for_rows(awaited, polls, here_row, here_row + 1, OWN, FLAGS, False)
         row = tl.sum(tl.where(here, begins, 0), 0) + within % height * BM + tl.arange(0, BM)
         column = within // height * BN + tl.arange(0, BN)
         in_rows, in_columns = (row < tl.sum(tl.where(here, ends, 0), 0))[:, None], (column < N)[None, :]
         row, column = row.to(tl.int64)[:, None], column.to(tl.int64)[None, :]
         acc = tl.zeros((BM, BN), dtype=tl.float32)
         left = x + source * x_source + row * x_row
+        if OWN:  # noqa: SIM102  # known at compile time
+            if turn < each:
+                left = own_rows + turn.to(tl.int64) * own_source + row * own_row
         right = w + group.to(tl.int64) * w_group + column * w_column
-        terms = tl.where((group >= 0) & (group < groups), K, 0)
         for start in range(0, terms, BK):
             k = start + tl.arange(0, BK)
             far = k.to(tl.int64)
@@ -104,37 +138,97 @@ def _grouped_matmul_kernel(
         tl.store(at, from_float32(acc, out.dtype.element_ty), mask=in_rows & in_columns)
 
 
-def grouped_matmul(out: torch.Tensor, x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor) -> None:
+def grouped_matmul(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    ready: ReadyFlags | None = None,
+    own_rows: torch.Tensor | None = None,
+) -> None:
     """Compute `out[..., t, :] = x[..., t, :] @ w[e]` for the rows t of group e in Triton, in f32, rounded once.
 
     Rows of no group become 0. Offsets that decrease or lie outside the rows are limited to the rows, so that nothing
     outside is accessed. ATen computes the result instead if Triton's kernels do not take the dtype (such as f64).
+
+    With `ready`, the sources, which are the indices of the leading axes, arrive in blocks while the kernel runs.
+    `own_rows` are then the rows of block `ready.first`, which needs no flag. All offsets are there at the start. Raises
+    ValueError if the flags do not split the sources evenly, or if the leading axes do not merge.
     """
-    if x.dtype not in DTYPES or w.dtype != x.dtype or out.dtype != x.dtype:
+    if ready is None and (x.dtype not in DTYPES or w.dtype != x.dtype or out.dtype != x.dtype):
         aten.grouped_matmul(out, x, w, offsets)
         return
     lead = collapse(x.shape[:-2], x.stride()[:-2], out.stride()[:-2], offsets.stride()[:-1])
     sources, *steps = lead[0] if lead else (1, 0, 0, 0)
     groups, intervals = len(w), sources * (len(w) + 2)
-    if len(lead) > 1 or (x.ndim > 2 and intervals > MAX_INTERVALS):
+    own = collapse(own_rows.shape[:-2], own_rows.stride()[:-2]) if own_rows is not None else []
+    if ready is None and (len(lead) > 1 or (x.ndim > 2 and intervals > MAX_INTERVALS)):
         for parts in zip(out, x, offsets, strict=True):
             grouped_matmul(parts[0], parts[1], w, parts[2])
         return
-    if not out.numel():
+    if not out.numel() and ready is None:
         return
+    if own_rows is not None and own_rows.stride(-1) != x.stride(-1):
+        raise ValueError(f"own rows with columns of stride {own_rows.stride(-1)}, and rows with {x.stride(-1)}")
+    if ready is not None and (not out.numel() or sources % len(ready.flags) or len(own) > 1 or len(lead) > 1):
+        raise ValueError(f"{len(ready.flags)} flags for {sources} sources of {x.shape[-2]} rows")
     rows, columns = x.shape[-2], out.shape[-1]
     tile = _tile(sources * rows // groups, x.dtype)
-    device = check_device(out=out, x=x, w=w, offsets=offsets)
+    device = check_device(out=out, x=x, w=w, offsets=offsets, own_rows=own_rows)
+    sms = limits(device).sms - (0 if ready is None else ready.reserved_sms)
     most = (-(-rows // tile["BM"]) + groups + 2) * sources * -(-columns // tile["BN"])
+    waits: tuple[Any, ...] = (None, None, 0, 0, 1, 0)
+    if ready is not None:
+        waits = (ready.flags, ready.timeouts, ready.epoch, ready.first, len(ready.flags), ready.polls)
     with launching(device):
         launch(
-            *(_grouped_matmul_kernel, min(most, limits(device).sms)),
-            *(x, w, offsets, out, sources, groups, rows, columns, x.shape[-1]),
+            *(_grouped_matmul_kernel, max(min(most, sms), 1)),
+            *(x, w, offsets, out, own_rows, *waits, sources, groups, rows, columns, x.shape[-1]),
             *(steps[0], *x.stride()[-2:], *w.stride()),
             *(steps[2], offsets.stride(-1), steps[1], *out.stride()[-2:]),
+            *(own[0][1] if own else 0, 0 if own_rows is None else own_rows.stride(-2)),
             INTERVALS=triton.next_power_of_2(intervals),
+            READY=ready is not None,
+            OWN=own_rows is not None,
+            FLAGS=1 if ready is None else triton.next_power_of_2(len(ready.flags)),
             **tile,
         )
+
+
+def grouped_matmul_by_blocks(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    ready: ReadyFlags,
+    own_rows: torch.Tensor | None = None,
+) -> None:
+    """Compute a grouped matmul whose sources arrive in blocks, as `grouped_matmul` does with `ready`.
+
+    It takes any layouts: small operands that do not fit are copied first, and a result that does not fit is copied
+    last. One launch computes up to MAX_INTERVALS intervals of rows; for more, there is a launch for each block.
+    """
+    dense = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+    sources, rows, columns = x.shape[:-2].numel(), *x.shape[-2:]
+    flat = x.view(sources, rows, columns)
+    begins, result = offsets.reshape(sources, -1), dense.view(sources, rows, -1)
+    if own_rows is not None:
+        own_rows = own_rows.reshape(-1, rows, columns)
+        own_rows = own_rows if own_rows.stride(-1) == x.stride(-1) else own_rows.contiguous()
+    blocks = len(ready.flags)
+    if sources * (len(w) + 2) <= MAX_INTERVALS:
+        grouped_matmul(result, flat, w, begins, ready=ready, own_rows=own_rows)
+    else:
+        each = sources // blocks
+        for block in (*range(ready.first, blocks), *range(ready.first)):
+            part, flag = slice(block * each, (block + 1) * each), slice(block, block + 1)
+            one = replace(ready, flags=ready.flags[flag], timeouts=ready.timeouts[flag], first=0)
+            own = own_rows if block == ready.first else None
+            grouped_matmul(result[part], flat[part], w, begins[part], ready=one, own_rows=own)
+    if dense is not out:
+        out.copy_(dense)
 
 
 def _tile(rows: int, dtype: torch.dtype) -> dict[str, int]:

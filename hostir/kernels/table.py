@@ -12,6 +12,7 @@ from hostir.kernels import aten
 from hostir.kernels.contractions import (
     BY_BLOCKS,
     BY_ROWS,
+    GROUPED_BY_BLOCKS,
     PUSHED,
     grouped_matmul_of_either,
     scaled_matmul_of_either,
@@ -50,6 +51,8 @@ def kernel_table(policy: str, device_type: str) -> Mapping[str, Kernel]:
     - `matmul_by_blocks`, `linear_by_blocks` and `scaled_matmul_by_blocks`, with the policy `triton`, and with `auto` on
       `cuda` if Triton is installed.
 
+    - `grouped_matmul_by_blocks`, with the policy `triton`. With the others, there is a launch for each block.
+
     If a table lacks such a kernel, the executor itself waits for the flags, computes block by block, and raises the
     flags.
 
@@ -60,7 +63,7 @@ def kernel_table(policy: str, device_type: str) -> Mapping[str, Kernel]:
         hint = did_you_mean(policy, POLICIES)
         raise error(f"unknown kernels '{policy}'", expected=f"one of: {', '.join(POLICIES)}", hint=hint)
     if policy == "triton":
-        return {**aten.KERNELS, **triton_kernels(device_type), **BY_BLOCKS, **PUSHED}
+        return {**aten.KERNELS, **triton_kernels(device_type), **BY_BLOCKS, **GROUPED_BY_BLOCKS, **PUSHED}
     if device_type != "cuda" or importlib.util.find_spec("triton") is None:
         return aten.KERNELS
     scaled = {**aten.KERNELS, "scaled_matmul": scaled_matmul_of_either}  # ATen lacks scales of blocks

@@ -473,15 +473,20 @@ def test_kernels_of_rows_move_16_bytes_at_a_time_round_in_hardware_and_spill_not
             assert re.search(r"st\.global\.(v4\.b32|v2\.b32|b64|v2\.b64)", ptx)
 
 
+@pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize("rows", [16, 512])
-def test_a_grouped_matmul_of_16_bits_uses_tensor_cores_asynchronously_and_spills_nothing(rows):
+def test_a_grouped_matmul_of_16_bits_uses_tensor_cores_asynchronously_and_spills_nothing(rows, waits):
     names = _grouped_matmul_kernel.arg_names
     tile = _tile(rows, torch.bfloat16)
     options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
-    constants = {"INTERVALS": 128, **tile} | dict.fromkeys(("x_column", "w_column", "out_column", "offsets_step"), 1)
+    constants = {"INTERVALS": 128, **tile, "READY": waits, "OWN": waits, "FLAGS": 8 if waits else 1}
+    if not waits:
+        constants |= {"own_rows": None, "flags": None, "timeouts": None}
+    constants |= dict.fromkeys(("x_column", "w_column", "out_column", "offsets_step"), 1)
     signature = {name: "constexpr" if name in constants else "i32" for name in names}
     signature |= {"x": "*bf16", "w": "*bf16", "out": "*bf16", "offsets": "*i32"}
-    varying = ("sources", "groups", "rows")
+    signature |= {"own_rows": "*bf16", "flags": "*i64", "timeouts": "*i64"} if waits else {}
+    varying = ("sources", "groups", "rows", "epoch", "first", "blocks", "polls")
     aligned = {
         (i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n][0] in "*i" and n not in varying
     }

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 
 import pytest
 import torch
 
 from hostir.kernels import aten, grouped
+from hostir.kernels.flags.ready import ReadyFlags, no_timeouts, timeout_error
 from hostir.kernels.matmul.operands import DTYPES
+from hostir.kernels.table import kernel_table
+from tests.kernels.raising import fill_and_raise
 
 OFFSETS = {
     "groups of any size": [[0, 3, 3, 40, 50]],
@@ -68,3 +72,83 @@ def test_aten_computes_f64_and_empty_results_are_left_alone():
     grouped.grouped_matmul(
         torch.empty(0, 5), torch.empty(0, 8), torch.randn(2, 8, 5), torch.zeros(3, dtype=torch.int64)
     )
+
+
+def raised(blocks: int, but: int | None = None, **fields: object) -> ReadyFlags:
+    """Return flags that have reached the awaited epoch 5, except flag `but`, which stands at 4."""
+    flags = torch.full((blocks,), 5)
+    if but is not None:
+        flags[but] = 4
+    return ReadyFlags(flags, **{"epoch": 5, "timeouts": no_timeouts(blocks, "cpu"), "polls": 3, **fields})
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize(("blocks", "first"), [(1, 0), (2, 1), (4, 0), (4, 3)])
+def test_sources_that_have_arrived_are_computed_as_without_flags(blocks, first, own):
+    x, w = torch.randn(4, 20, 8), torch.randn(3, 8, 5)
+    offsets = torch.tensor([[0, 5, 9, 20], [2, 2, 2, 2], [0, 0, 20, 20], [1, 6, 11, 17]])
+    wanted, ours = torch.empty(4, 20, 5), torch.full((4, 20, 5), math.nan)
+    grouped.grouped_matmul(wanted, x, w, offsets)
+    there, own_rows = x, None
+    if own:  # its flag does not rise, and its rows are elsewhere
+        own_rows, there = x.chunk(blocks)[first].clone(), x.clone()
+        there.chunk(blocks)[first].fill_(math.nan)
+    ready = raised(blocks, first if own else None, first=first)
+    grouped.grouped_matmul(ours, there, w, offsets, ready=ready, own_rows=own_rows)
+    assert torch.equal(ours, wanted)
+    assert not ready.timeouts.any()
+
+
+def test_a_source_that_does_not_arrive_is_a_timeout_of_its_flag():
+    x, w, offsets = torch.randn(4, 20, 8), torch.randn(3, 8, 5), torch.tensor([[0, 5, 9, 20]] * 4)
+    ready = raised(4, 2)
+    grouped.grouped_matmul(torch.empty(4, 20, 5), x, w, offsets, ready=ready)
+    problem = timeout_error(ready.timeouts, 1, "%there")
+    assert "flag %there[2] did not reach epoch 5 (stands at 4)" in str(problem)
+
+
+def test_the_kernel_waits_until_another_process_has_filled_a_source():
+    w, offsets = torch.randn(2, 8, 5), torch.tensor([[0, 5, 20], [3, 3, 9], [0, 20, 20]])
+    context = multiprocessing.get_context("spawn")
+    rows, numbers, rounds = context.RawArray("f", 3 * 20 * 8), context.RawArray("i", 3), context.Queue()
+    x, flags = torch.frombuffer(rows, dtype=torch.float32).view(3, 20, 8), torch.frombuffer(numbers, dtype=torch.int32)
+    other = context.Process(target=fill_and_raise, args=(rows, numbers, rounds), daemon=True)
+    other.start()
+    for epoch, order in enumerate(([0, 1, 2], [2, 0, 1], [1, 2, 0]), start=1):
+        source, ready = torch.randn(3, 20, 8), ReadyFlags(flags, epoch, no_timeouts(3, "cpu"), first=order[0])
+        wanted, ours = torch.empty(3, 20, 5), torch.full((3, 20, 5), math.nan)
+        grouped.grouped_matmul(wanted, source, w, offsets)
+        x.fill_(math.nan)  # rows that are read too early give NaN
+        rounds.put((source.numpy(), epoch, order))
+        grouped.grouped_matmul(ours, x, w, offsets, ready=ready)
+        assert torch.equal(ours, wanted)
+        assert not ready.timeouts.any()
+    rounds.put(None)
+    other.join(30)
+    assert other.exitcode == 0
+
+
+@pytest.mark.parametrize(("sources", "flags"), [(3, 2), (0, 1)])
+def test_flags_that_do_not_split_the_sources_are_refused(sources, flags):
+    x, offsets = torch.randn(sources, 6, 8), torch.zeros(sources, 3, dtype=torch.int32)
+    with pytest.raises(ValueError, match=f"{flags} flags for {sources} sources"):
+        grouped.grouped_matmul(torch.empty(sources, 6, 5), x, torch.randn(2, 8, 5), offsets, ready=raised(flags))
+
+
+@pytest.mark.parametrize("most", [4096, 6])
+@pytest.mark.parametrize("own", [False, True])
+def test_blocks_of_sources_of_any_layout_are_computed_as_without_flags(own, most, monkeypatch):
+    monkeypatch.setattr(grouped, "MAX_INTERVALS", most)
+    x, w = torch.randn(2, 3, 10, 8), torch.randn(2, 8, 5)
+    offsets = torch.randint(0, 11, (3, 3, 2)).sort(1).values.movedim(2, 0)
+    wanted, ours = torch.empty(2, 3, 10, 5), torch.full((2, 5, 3, 10), math.nan).movedim(1, 3)
+    aten.grouped_matmul(wanted, x, w, offsets)
+    there, own_rows, first = x, None, 1
+    if own:
+        own_rows, there = x[0, 2:].mT.contiguous().mT, x.clone()
+        there[0, 2] = math.nan
+        first = 2
+    ready, table = raised(6, first if own else None, first=first), kernel_table("triton", "cpu")
+    table["grouped_matmul_by_blocks"](ours, there, w, offsets, ready=ready, own_rows=own_rows)
+    torch.testing.assert_close(ours, wanted)
+    assert not ready.timeouts.any()

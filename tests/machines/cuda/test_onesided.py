@@ -20,6 +20,7 @@ from hostir.ir.message_ops import Message
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
 from hostir.ir.tensor_ops import Linear
+from hostir.kernels.dtypes import undefined
 from hostir.machines.binding import places
 from hostir.machines.cuda import timeouts
 from hostir.machines.cuda.streams import CallOrder
@@ -33,7 +34,6 @@ from tests.machines.cuda.simulated_gpus import CPU, Gpus, Stream, gpus, layers, 
 
 __all__ = ["gpus"]  # a fixture
 CASES = Path(__file__).parents[2] / "cases" / "onesided"
-NAN = float("nan")
 
 
 def check_calls(
@@ -74,7 +74,7 @@ def check_calls(
             outputs.append((call, rank, random.choice(ready[rank]).run(mine)))
             for x in mine:  # the caller overwrites its inputs as soon as its stream gets there
                 if x is not None:
-                    gpus.current.add(lambda x=x: x.fill_(NAN))
+                    gpus.current.add(lambda x=x: x.fill_(undefined(x.dtype)))
             assert gpus.current is caller
     gpus.run(random)
     for call, rank, outs in outputs:
@@ -161,6 +161,21 @@ fusion @biased(%x: f32[6@didx, 2], %w: f32[3, 2], %bias: f32[3]) -> (%y) {{
     program = hi.lower(fusion, "fused")
     assert [s.ready is not None for s in program.walk() if isinstance(s, Linear)] == [True]
     check_calls(program, gpus, seed, monkeypatch)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("strategy", ["ring", "fused", "push"])
+def test_a_grouped_matmul_waits_for_sources_in_every_order(
+    strategy: str, seed: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fusion = hi.parse("""hostir 1
+mesh @mesh [didx] = 0 1 2
+fusion @experts(%x: f32[6@didx, 8, 2], %w: f32[3, 2, 5], %offsets: i32[6, 4]) -> (%y) {
+  %full: f32[6, 8, 2] = allgather %x over didx
+  %y: f32[6, 8, 5] auto = grouped_matmul %full, %w by %offsets
+}
+""")
+    check_calls(hi.lower(fusion, strategy), gpus, seed, monkeypatch)
 
 
 GATHERED = (patterns.allgather_matmul, patterns.allgather_matmul_rows, patterns.allgather_matmul_kept, patterns.gate_up)
