@@ -107,10 +107,10 @@ def test_a_failed_allocation_gives_one_message(monkeypatch: pytest.MonkeyPatch) 
     program = hi.lower(patterns.gather())
     inputs = random_inputs(program, {})
 
-    def zeros(*size: Any, **options: Any) -> torch.Tensor:
+    def empty(*size: Any, **options: Any) -> torch.Tensor:
         raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory")
 
-    monkeypatch.setattr(torch, "zeros", zeros)
+    monkeypatch.setattr(torch, "empty", empty)
     with pytest.raises(hi.HostIRError, match="not enough memory for @gather on 4 simulated ranks"):
         hi.run(program, *inputs)
 
