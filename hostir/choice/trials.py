@@ -393,6 +393,8 @@ class Trial:
     def _conclude(self) -> None:
         """End the trial: its winner is the choice for the range."""
         self.runs.clear()
+        if self.device == "cpu":  # the timed runs were calls, not replays
+            self.progress.replays.clear()
         self.execute(self.progress.best).unbind()
         self.progress.done, self.progress.seconds = True, time.monotonic() - self.began
         self._publish()
