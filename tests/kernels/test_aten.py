@@ -238,6 +238,7 @@ def test_triton_on_a_cpu_needs_its_interpreter(monkeypatch: pytest.MonkeyPatch) 
         "linear_by_blocks",
         "scaled_matmul",
         "scaled_matmul_by_blocks",
+        "grouped_matmul_by_blocks",
         "sum_by_blocks",
     }
 
