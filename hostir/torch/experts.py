@@ -18,6 +18,7 @@ from hostir.ir.source import described, error, user_span
 from hostir.torch.functional import Ranks, name_of, ready
 from hostir.torch.modules import local_weight, mesh_of
 from hostir.torch.ops import collectives, grouped
+from hostir.torch.ops.gradients import wants_gradients
 
 GROUPS = "[experts, features, hidden], [experts, features, hidden] and [experts, hidden, features]"
 
@@ -30,7 +31,7 @@ def expert_mlp(
     Expert e computes `(silu(x @ gate[e]) * (x @ up[e])) @ down[e]`. A token's result is the sum over its k experts,
     multiplied by their weights. The ranks gather the tokens, multiply them with their slices of the matrices, and
     reduce-scatter one row for each token. The gather overlaps the first two products, and the reduce-scatter overlaps
-    the last one.
+    the last one. Without gradients, all of this is one program.
 
     The function is differentiable in `x`, `weights` and the matrices. An expert may get any number of tokens, also
     none. A number in `experts` that is negative, or not less than the number of experts, stands for no expert: it adds
@@ -52,6 +53,9 @@ def expert_mlp(
     x, weights, gate, up, down = ready(x, weights, gate, up, down)
     order, offsets, places = grouped.route.packet(experts, count, name)
     by_token = collectives.all_gather.call([weights], weights, 0, name).view(places.shape)
+    if not wants_gradients((x, weights, gate, up, down)):
+        operands = [x, gate, up, down, order, offsets, places, by_token]
+        return grouped.expert_mlp.call(operands, *operands, name)
     by_row = by_token.flatten(1).gather(1, _inverse(places).long())  # the weight of each row
     _, (g, u) = grouped.all_gather_grouped_matmul.call([x, gate, up], x, [gate, up], order, offsets, places, name)
     h = F.silu(g) * u * by_row[..., None].to(x.dtype)

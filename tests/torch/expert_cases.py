@@ -52,6 +52,8 @@ def experts_match_a_mixture_on_one_rank_with_gradients() -> None:
                 whole = [t.double().requires_grad_() if t.is_floating_point() else t for t in drawn(tokens, choose)]
                 mine = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in parts_of(whole)]
                 with hi.torch.install(strict=True, strategy=strategy):
+                    with torch.no_grad():  # one program
+                        assert_near(hi.torch.expert_mlp(*mine, group()), part(mixture(*whole), 0))
                     y, exact = hi.torch.expert_mlp(*mine, group()), mixture(*whole)
                     assert_near(y.detach(), part(exact.detach(), 0))
                     dy = broadcast(torch.rand(exact.shape).double())
@@ -98,7 +100,8 @@ def operators_of_experts_pass_torchs_opcheck() -> None:
     name, ops = group(), torch.ops.hostir
     torch.library.opcheck(ops.route, (experts, EXPERTS, name))
     routing = ops.route(experts, EXPERTS, name)
-    h = torch.rand(RANKS, 4 * EACH, HIDDEN)
+    h, weights = torch.rand(RANKS, 4 * EACH, HIDDEN), torch.rand(RANKS, 4, EACH)
+    torch.library.opcheck(ops.expert_mlp, (x, gate, up, down, *routing, weights, name))
     for tensor in (x, gate, up, down, h):
         tensor.requires_grad_()
     torch.library.opcheck(ops.all_gather_grouped_matmul, (x, [gate, up], *routing, name))

@@ -132,6 +132,60 @@ def _scatter_fusion(ranks: int, dtype: str, experts: int, K: int, columns: int, 
     return fusion("grouped_matmul_reduce_scatter", ranks, inputs, ["%c"], body)
 
 
+@define(
+    "expert_mlp(Tensor x, Tensor gate, Tensor up, Tensor down, Tensor order, Tensor offsets, Tensor places, "
+    "Tensor weights, str group_name) -> Tensor",
+    SCATTERED,
+)
+def expert_mlp(
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+    order: Tensor,
+    offsets: Tensor,
+    places: Tensor,
+    weights: Tensor,
+    group_name: str,
+) -> Tensor:
+    """Compute a mixture of experts in one program, without gradients. Return this rank's tokens, `[M, K]`.
+
+    `x` is `[M, K]`, `gate` and `up` are `[E, K, N]`, `down` is `[E, N, K]`, and `weights` `[R, M, k]` are the weights
+    of all ranks' tokens.
+    """
+    call = OperatorCall("hostir::expert_mlp", group_name)
+    if THREAD.tracing:
+        return torch.empty_like(x)
+    do_not_remember()
+    experts, (_, each) = offsets.shape[1] - 1, places.shape[1:]
+    _check(x, [gate, up], experts, x.shape[1])
+    _check(x, [down], experts, gate.shape[2])
+    key = experts, x.shape[1], gate.shape[2] * call.group.size, each
+    inputs = [x[None], gate, up, down, order, offsets, places, weights.float()]
+    (y,) = call.execute(_mixture_fusion, key, inputs, dtype=dtype_of([x]))
+    return y.view(x.shape)
+
+
+def _mixture_fusion(ranks: int, dtype: str, experts: int, K: int, hidden: int, each: int) -> Program:
+    """Return the fusion of `expert_mlp`. `hidden` is the number of hidden features over all ranks."""
+    wide, inner = f"{hidden}@didx", type_of(dtype, ranks, "S", f"{hidden}@didx")
+    inputs = [f"%x: {type_of(dtype, f'{ranks}@didx', 'M', K)}"]
+    inputs += [f"%{name}: {type_of(dtype, experts, K, wide)}" for name in ("gate", "up")]
+    inputs += [f"%down: {type_of(dtype, experts, wide, K)}", f"%order: {type_of('i32', ranks, 'S')}"]
+    inputs += [f"%offsets: {type_of('i32', ranks, experts + 1)}", f"%places: {type_of('i32', ranks, 'M', each)}"]
+    inputs.append(f"%weights: {type_of('f32', ranks, 'M', each)}")
+    body = [
+        f"%rows: {type_of(dtype, ranks, 'S', K)} = permute_rows %x by %order",
+        f"%g: {inner} = grouped_matmul %rows, %gate by %offsets",
+        f"%u: {inner} = grouped_matmul %rows, %up by %offsets",
+        f"%s: {inner} = silu %g",
+        f"%h: {inner} = mul %s, %u",
+        f"%part: {type_of(dtype, ranks, 'S', K)} partial(didx) = grouped_matmul %h, %down by %offsets",
+        f"%y: {type_of(dtype, f'{ranks}@didx', 'M', K)} = combine_rows %part by %places times %weights",
+    ]
+    return fusion("expert_mlp", ranks, inputs, ["%y"], body)
+
+
 def _check(x: Tensor, weights: Sequence[Tensor], experts: int, K: int) -> None:
     """Raise Unfit unless the matrices have the dtype of the rows, and fit their columns and the number of experts."""
     for w in weights:
