@@ -259,7 +259,11 @@ class RankExecutor(Executor):
         return tuple(None if register == NONE else plan.registers[register] for register in registers)
 
     def recover(self) -> None:
-        """Do what the first call after a failure does before it runs: raise the failure, or renew the shared state."""
+        """Do what the first call after a failure does before it runs: raise the failure, or renew the shared state.
+
+        Also raise HostIRError in a forked child process, and after the end of the session.
+        """
+        self._refuse_elsewhere()
         with self.calls.turn(self.program.name):
             if self.watchdog is not None and self.watchdog.disturbed:
                 self._resume()
@@ -283,12 +287,20 @@ class RankExecutor(Executor):
         finally:
             self.watchdog = watchdog
 
-    def rest(self) -> None:
-        """Drop all plans and their memory, except plans that the caller's CUDA graphs use. Later calls plan anew."""
+    def rest(self, inputs: Sequence[Any]) -> None:
+        """Drop the plan for calls with such inputs and its memory, unless the caller's CUDA graphs use them."""
         release()
-        if self.watchdog is not None and self.watchdog.plan in self.plans.values():
+        key = cache_key(inputs)
+        plan = self.plans.get(key) if key is not None else None
+        if plan is None:
+            return
+        if self.watchdog is not None and self.watchdog.plan is plan:
             self.watchdog.unwatch()
-        self._end_plans()
+        if isinstance(plan, GlooPlan):
+            plan.end()
+        self._drop(lambda each: each is plan)
+        if isinstance(self._machine, GlooMachine) and not self.plans:
+            self._machine.end()
 
     def record(self, inputs: Sequence[Any], outs: Sequence[Any]) -> torch.cuda.CUDAGraph:
         """Capture the latest call anew in a CUDA graph that the executor does not keep, and return the graph.
@@ -308,10 +320,13 @@ class RankExecutor(Executor):
             raise error(f"nothing of @{self.program.name} runs with these sizes")
         return Graphs(self._machine.device, self.program.name, {}).record(plan, inputs, outs)
 
-    def unbind(self) -> None:
-        """Forget the tensors of earlier calls, and drop the CUDA graphs of these calls. Keep the plans."""
+    def unbind(self, inputs: Sequence[Any]) -> None:
+        """Forget the tensors of earlier calls with such inputs, and drop these calls' CUDA graphs. Keep the plan."""
+        key = cache_key(inputs)
+        plan = self.plans.get(key) if key is not None else None
         self.latest = None
-        self.bound.clear()
+        for name in [name for name, call in self.bound.items() if call.plan is plan]:
+            del self.bound[name]
 
     @property
     def tape(self) -> str:

@@ -37,8 +37,9 @@ from typing import Any
 
 import torch
 
-from hostir.call.arguments import written_inputs
+from hostir.call.arguments import unwritable, written_inputs
 from hostir.call.rank import RankExecutor
+from hostir.call.tensors import without_plain_memory
 from hostir.choice.choices import Candidate, Timing, TrialState
 from hostir.choice.laps import Lap, Stopwatch
 from hostir.choice.ranges import Ranges, key
@@ -86,6 +87,7 @@ class Trial:
         self.began = time.monotonic()
         self.seconds = 0.0  # the time that the trial has taken on the slowest rank, without the making of plans
         self.runs: dict[Candidate, Callable[[], object]] = {}  # runs each candidate that holds memory
+        self.inputs: Sequence[Any] = ()  # the inputs of the calls in the trial
         self.host: dict[Candidate, float] = {}  # the host's time for a call on the slowest rank, in microseconds
 
     def run(self, inputs: Sequence[Any], out: Any) -> None:
@@ -95,14 +97,16 @@ class Trial:
         """
         first, program = self.execute(self.progress.best), self.ranges.first_program
         written = {i for i, value in enumerate(program.inputs) if value.name in written_inputs(program)}
-        inputs = [x.clone() if i in written and isinstance(x, torch.Tensor) else x for i, x in enumerate(inputs)]
         with self.calls.lock, torch.no_grad():
             first.recover()
+            inputs = [x.clone() if i in written and isinstance(x, torch.Tensor) else x for i, x in enumerate(inputs)]
+            out = [_separate(x) for x in out] if isinstance(out, list | tuple) else _separate(out)
+            self.inputs = inputs
             if (result := self._posted_result()) is not None:
                 self.progress.best = result
                 self._conclude()
             else:
-                first(*inputs)
+                first(*inputs, out=out)
                 with self._together(first):
                     self._try_all(inputs, out)
             self._forget_result()
@@ -222,7 +226,7 @@ class Trial:
 
             self.runs[candidate] = replay
 
-        results[:] = executor(*inputs)
+        results[:] = executor(*inputs, out=out)
         for _ in range(WARM[self.device] - 1):
             call()
         executor.synchronize()
@@ -320,7 +324,9 @@ class Trial:
         if not best.plans:  # each call would release the memory of the other candidate
             problem = problem or f"HOSTIR_SYMMETRIC_LIMIT has no room for it beside '{self.progress.best}'"
             self._drop_losers()
+            self.runs.pop(self.progress.best, None)  # a graph of the champion uses the memory that was released
             best.prepare(inputs, out)
+            self._begin(self.progress.best, inputs, out)
         if not problem:
             self._begin(candidate, inputs, out)
         return problem
@@ -344,13 +350,16 @@ class Trial:
         return next(filter(None, problems), ""), max(seconds)
 
     def _drop_losers(self) -> None:
-        """Release the memory of all candidates except the best. All ranks call this, and none uses the memory now."""
+        """Release the memory that the candidates except the best use for the calls of the trial.
+
+        All ranks call this, and none uses the memory now. A candidate keeps its plans for other ranges of sizes.
+        """
         best = self.progress.best
         for candidate in self.estimates:
             if candidate != best:
                 self.runs.pop(candidate, None)
                 with contextlib.suppress(HostIRError):  # it could not be made at all
-                    self.execute(candidate).rest()
+                    self.execute(candidate).rest(self.inputs)
         if self.session is not None and self.session.groups.memory is not None:
             self.session.groups.memory.discard()
 
@@ -395,7 +404,7 @@ class Trial:
         self.runs.clear()
         if self.device == "cpu":  # the timed runs were calls, not replays
             self.progress.replays.clear()
-        self.execute(self.progress.best).unbind()
+        self.execute(self.progress.best).unbind(self.inputs)
         self.progress.done, self.progress.seconds = True, time.monotonic() - self.began
         self._publish()
 
@@ -417,6 +426,12 @@ class Trial:
         if first and sys.stderr.isatty() and time.monotonic() - self.began > SHOWN_AFTER:
             count = f"{self.progress.tried} of {self.progress.rivals}"
             sys.stderr.write(f"hostir tries '{challenger}' for {self.name} ({count})\n")
+
+
+def _separate(x: Any) -> Any:
+    """Return memory like a tensor of `out=`. If a call cannot write to `x`, return `x`, which the call then refuses."""
+    plain = isinstance(x, torch.Tensor) and not without_plain_memory(x) and x.is_contiguous() and not unwritable([x])
+    return torch.empty_like(x) if plain else x
 
 
 def _timed(work: Callable[[], object]) -> float:

@@ -789,6 +789,89 @@ def compiled_and_eager_layers_are_tried_and_give_the_same_gradients() -> None:
             torch.testing.assert_close(x.grad, expected, rtol=1e-3, atol=1e-3)
 
 
+@case
+def a_trial_keeps_the_plans_of_other_ranges() -> None:
+    with times({"ring": 100.0}):
+        executor = hi.compile(rows(name="kept"), tune=2)
+        call(executor, 64)
+        (ring,) = (each for each in executor.executors.values() if each.plans)  # type: ignore[attr-defined]
+        (plan,) = ring.plans.values()
+        bound = dict(ring.bound)
+    with times({"fused": 100.0}):
+        call(executor, 1024)
+        assert taken(executor, 1024)[0] == "fused"
+        assert list(ring.plans.values()) == [plan]
+        assert ring.bound == bound
+        meetings = executor.session.groups.memory.meetings  # type: ignore[union-attr]
+        call(executor, 64)
+        assert executor.session.groups.memory.meetings == meetings  # type: ignore[union-attr]
+
+
+@case
+def a_wrong_out_is_refused_before_the_trial() -> None:
+    a, b = torch.randn(64 // SIZE, 32), torch.randn(32, 16)
+    with times({"ring": 100.0}):
+        executor = hi.compile(rows(name="wrong_out"), tune=2)
+        with pytest.raises(HostIRError, match=r"out= for %c of rank . has shape \[3, 3\]"):
+            executor(a, b, out=[torch.zeros(3, 3)])
+        with pytest.raises(HostIRError, match=r"out= for %c of rank 1 has shape \[3, 3\]"):
+            executor(a, b, out=torch.zeros(3, 3) if RANK == 1 else torch.zeros(64, 16))
+        CALLED.clear()
+        c = torch.full((64, 16), torch.nan)
+        assert executor(a, b, out=c)[0] is c
+        assert not c.isnan().any()
+        assert taken(executor) == ("ring", "measured")
+
+
+@case
+def only_the_call_of_the_caller_writes_to_its_out() -> None:
+    honest, c = trials.Trial._conclude, torch.full((64, 16), torch.nan)
+
+    def conclude(self: trials.Trial) -> None:
+        assert c.isnan().all()
+        honest(self)
+
+    with times({"ring": 100.0}), mock.patch.object(trials.Trial, "_conclude", conclude):
+        executor = hi.compile(rows(name="out"), tune=2)
+        executor(torch.randn(64 // SIZE, 32), torch.randn(32, 16), out=c)
+        assert not c.isnan().any()
+
+
+@case
+def a_forked_child_is_refused_before_it_asks_the_store() -> None:
+    with times({"ring": 100.0}):
+        executor = hi.compile(rows(name="forked"), tune=2)
+        call(executor)
+        child = os.fork()
+        if child == 0:
+            with mock.patch.object(trials.Trial, "_posted_result", side_effect=SystemError):
+                try:
+                    call(executor, 1024)
+                except HostIRError as refusal:
+                    os._exit(int("fork" not in str(refusal)))
+                finally:
+                    os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        call(executor, 1024)
+
+
+@case
+def a_champion_whose_memory_was_released_is_begun_anew() -> None:
+    plans, honest = list[tuple[str, Any]](), trials.Trial._begin
+
+    def begin(self: trials.Trial, candidate: Candidate, inputs: Sequence[Any], out: Any) -> None:
+        honest(self, candidate, inputs, out)
+        plans.append((candidate.strategy, next(iter(self.execute(candidate).plans.values()))))
+
+    recorded = mock.patch.object(trials.Trial, "_begin", begin)
+    with times({"ring": 100.0}), hi.knobs.scope(symmetric_limit=10_000), recorded:
+        executor = hi.compile(rows(name="begun_anew"), tune=2)
+        call(executor)
+        best = taken(executor)[0]
+        assert len([strategy for strategy, _ in plans if strategy == best]) == 3  # two candidates had no room beside it
+        assert len({id(plan) for strategy, plan in plans if strategy == best}) == 3
+
+
 def die() -> None:
     """Let rank 1 die in the middle of a trial."""
     honest = trials.Trial._duel
