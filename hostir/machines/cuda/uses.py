@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ NO_SYNC = 1  # CU_USER_OBJECT_NO_DESTRUCTOR_SYNC, which is mandatory
 MOVE = 1  # CU_GRAPH_USER_OBJECT_MOVE: the graph takes over the only reference
 SEMAPHORE = 64  # bytes, at least the size of the C type sem_t
 _uses: dict[tuple[int, int], tuple[int, Any]] = {}  # semaphore and plan of each use, by capture and address of the plan
+_changing = threading.RLock()  # held while `_uses` changes: threads of several teams make plans at the same time
 
 
 @functools.cache
@@ -43,14 +45,16 @@ def hold(plan: Any, stream: torch.cuda.Stream) -> None:
     create = cuda_driver().cuUserObjectCreate
     check(create(ctypes.byref(user_object), ctypes.c_void_p(ended), post, 1, NO_SYNC), "a captured graph")
     check(cuda_driver().cuGraphRetainUserObject(ctypes.c_void_p(graph), user_object, 1, MOVE), "a captured graph")
-    _uses[capture, id(plan)] = ended, plan
+    with _changing:
+        _uses[capture, id(plan)] = ended, plan
 
 
 def release() -> None:
     """Forget the plans whose graphs are gone."""
-    for use, (ended, plan) in list(_uses.items()):
-        if _libc().sem_trywait(ctypes.c_void_p(ended)) == 0:
-            _libc().free(ended)
-            del _uses[use]
-            if plan.memory is not None and not any(other is plan for _, other in _uses.values()):
-                plan.memory.captured.discard(plan)
+    with _changing:
+        for use, (ended, plan) in list(_uses.items()):
+            if _libc().sem_trywait(ctypes.c_void_p(ended)) == 0:
+                _libc().free(ended)
+                del _uses[use]
+                if plan.memory is not None and not any(other is plan for _, other in _uses.values()):
+                    plan.memory.captured.discard(plan)

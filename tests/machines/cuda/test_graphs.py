@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
+import threading
 import types
 import weakref
 from typing import Any
@@ -19,6 +21,7 @@ from hostir.job import groups as process_groups
 from hostir.job import session as sessions
 from hostir.job.groups import Groups
 from hostir.job.watchdog import Watchdog
+from hostir.machines.cuda import uses
 from hostir.machines.cuda.graphs import MAX_GRAPHS
 from hostir.machines.cuda.machine import CudaPlan
 from hostir.machines.cuda.uses import release
@@ -367,6 +370,33 @@ def test_a_plan_lives_as_long_as_a_graph_of_the_caller_even_without_its_executor
     release()
     gc.collect()
     assert used() is None
+
+
+def test_no_thread_asks_for_a_semaphore_that_another_thread_has_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    e, (a, b) = executor(), inputs()
+    e(a, b)
+    Device.callers_capture = True
+    e(a, b)
+    Device.callers_capture = False
+    user_objects.destroy()
+    libc, freed, late, other = uses._libc(), list[int](), list[int](), threading.Thread(target=release)
+
+    class Libc:
+        def sem_trywait(self, semaphore: ctypes.c_void_p) -> int:
+            late.extend(value for value in freed if value == semaphore.value)
+            ended: int = libc.sem_trywait(semaphore)
+            return ended
+
+        def free(self, semaphore: int) -> None:
+            freed.append(semaphore)
+            other.start()  # Python may switch to another thread while a function of C runs
+            other.join(0.2)
+
+    monkeypatch.setattr(uses, "_libc", lambda: Libc())
+    release()
+    other.join()
+    assert len(freed) == 1
+    assert not late
 
 
 def test_graphs_of_dropped_plans_are_deleted() -> None:
