@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -274,6 +275,10 @@ class RankExecutor(Executor):
             return  # all ranks know it
         self.calls.visible = True
         self._interrupted(problem)
+
+    def on_device(self) -> contextlib.AbstractContextManager[object]:
+        """Return a context manager in which this rank's GPU is the current device. On a CPU it does nothing."""
+        return torch.cuda.device(self._machine.device) if self.machine == "cuda" else contextlib.nullcontext()
 
     def prepare(self, inputs: Sequence[Any], out: Any) -> None:
         """Make the plan for calls with these tensors, and run nothing. All ranks call this.

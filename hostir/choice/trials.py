@@ -97,7 +97,7 @@ class Trial:
         """
         first, program = self.execute(self.progress.best), self.ranges.first_program
         written = {i for i, value in enumerate(program.inputs) if value.name in written_inputs(program)}
-        with self.calls.lock, torch.no_grad():
+        with self.calls.lock, first.on_device():
             first.recover()
             inputs = [x.clone() if i in written and isinstance(x, torch.Tensor) else x for i, x in enumerate(inputs)]
             out = [_separate(x) for x in out] if isinstance(out, list | tuple) else _separate(out)
@@ -107,7 +107,7 @@ class Trial:
                 self._conclude()
             else:
                 first(*inputs, out=out)
-                with self._together(first):
+                with self._together(first), torch.no_grad():
                     self._try_all(inputs, out)
             self._forget_result()
 

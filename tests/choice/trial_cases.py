@@ -824,6 +824,18 @@ def a_wrong_out_is_refused_before_the_trial() -> None:
 
 
 @case
+def an_input_that_requires_gradients_on_one_rank_is_refused_before_the_trial() -> None:
+    with times({"ring": 100.0}):
+        executor = hi.compile(rows(name="gradients"), tune=2)
+        with pytest.raises(HostIRError, match="input %a requires gradients"):
+            executor(torch.randn(64 // SIZE, 32, requires_grad=RANK == 1), torch.randn(32, 16))
+        CALLED.clear()
+        assert taken(executor)[1] == "estimated"
+        call(executor)
+        assert taken(executor) == ("ring", "measured")
+
+
+@case
 def only_the_call_of_the_caller_writes_to_its_out() -> None:
     honest, c = trials.Trial._conclude, torch.full((64, 16), torch.nan)
 
