@@ -95,21 +95,26 @@ class Trial:
 
         If the first candidate refuses the call, raise its error.
         """
-        first, program = self.execute(self.progress.best), self.ranges.first_program
-        written = {i for i, value in enumerate(program.inputs) if value.name in written_inputs(program)}
+        first, self.inputs = self.execute(self.progress.best), inputs
         with self.calls.lock, first.on_device():
             first.recover()
-            inputs = [x.clone() if i in written and isinstance(x, torch.Tensor) else x for i, x in enumerate(inputs)]
-            out = [_separate(x) for x in out] if isinstance(out, list | tuple) else _separate(out)
-            self.inputs = inputs
             if (result := self._posted_result()) is not None:
                 self.progress.best = result
                 self._conclude()
             else:
-                first(*inputs, out=out)
+                with self._together(first):
+                    self.inputs, out = self._separate(inputs, out)
+                first(*self.inputs, out=out)
                 with self._together(first), torch.no_grad():
-                    self._try_all(inputs, out)
+                    self._try_all(self.inputs, out)
             self._forget_result()
+
+    def _separate(self, inputs: Sequence[Any], out: Any) -> tuple[Sequence[Any], Any]:
+        """Return the arguments of a call, with memory of the trial in the place of tensors that the call writes."""
+        program = self.ranges.first_program
+        written = {i for i, value in enumerate(program.inputs) if value.name in written_inputs(program)}
+        copies = [x.clone() if i in written and isinstance(x, torch.Tensor) else x for i, x in enumerate(inputs)]
+        return copies, [_memory_like(x) for x in out] if isinstance(out, list | tuple) else _memory_like(out)
 
     @contextlib.contextmanager
     def _together(self, executor: RankExecutor) -> Iterator[None]:
@@ -428,7 +433,7 @@ class Trial:
             sys.stderr.write(f"hostir tries '{challenger}' for {self.name} ({count})\n")
 
 
-def _separate(x: Any) -> Any:
+def _memory_like(x: Any) -> Any:
     """Return memory like a tensor of `out=`. If a call cannot write to `x`, return `x`, which the call then refuses."""
     plain = isinstance(x, torch.Tensor) and not without_plain_memory(x) and x.is_contiguous() and not unwritable([x])
     return torch.empty_like(x) if plain else x

@@ -836,6 +836,19 @@ def an_input_that_requires_gradients_on_one_rank_is_refused_before_the_trial() -
 
 
 @case
+def a_rank_without_memory_for_a_trial_is_named_on_the_others() -> None:
+    with times({"ring": 100.0}):
+        executor = hi.compile(rows(name="no_memory_left"), tune=2)
+        full = mock.patch.object(trials.Trial, "_separate", side_effect=torch.OutOfMemoryError("no memory left"))
+        words = r"^no memory left" if RANK == 1 else "rank 1 was interrupted in .* by OutOfMemoryError: no memory left"
+        with full if RANK == 1 else contextlib.nullcontext(), pytest.raises((HostIRError, RuntimeError), match=words):
+            call(executor)
+        CALLED.clear()
+        call(executor)
+        assert taken(executor) == ("ring", "measured")
+
+
+@case
 def only_the_call_of_the_caller_writes_to_its_out() -> None:
     honest, c = trials.Trial._conclude, torch.full((64, 16), torch.nan)
 
