@@ -373,8 +373,9 @@ class Trial:
         text = json.dumps(mine)
         if self.session is None:
             return [json.loads(text)]
-        where = f"the trial of {self.name}"
-        return [json.loads(each) for each in self.session.exchange("trial", text, PATIENCE, where)]
+        with self.calls.turn(self.ranges.fusion):  # so that a call in a signal handler is refused
+            texts = self.session.exchange("trial", text, PATIENCE, f"the trial of {self.name}")
+        return [json.loads(each) for each in texts]
 
     @property
     def _shared_session(self) -> Session | None:

@@ -30,7 +30,7 @@ from hostir.choice.ranges import Ranges
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
 from hostir.job.offers import Offer
-from hostir.job.session import session
+from hostir.job.session import Session, session
 from hostir.job.symmetric import SymmetricMemory
 from hostir.torch.ops.running import group_named
 
@@ -690,6 +690,27 @@ def a_call_in_a_signal_handler_is_refused_in_a_trial() -> None:
         for _ in range(3):
             call(executor)
         assert taken(executor) == ("ring", "measured")
+
+
+@case
+def a_call_of_another_range_in_a_signal_handler_is_refused_in_a_trial() -> None:
+    honest, refused = Session.exchange, list[str]()
+
+    def interrupted(self: Session, key: str, *args: Any, **options: Any) -> list[str]:
+        if key == "trial" and RANK == 1:
+            with pytest.raises(HostIRError, match="is called while this thread runs another call"):
+                call(executor)
+            refused.append(key)
+        return honest(self, key, *args, **options)
+
+    with times({"ring": 100.0}):
+        executor = hi.compile(rows(name="handlers"), tune=2)
+        call(executor)
+        with mock.patch.object(Session, "exchange", interrupted):
+            call(executor, 1024)
+        assert bool(refused) == (RANK == 1)
+        CALLED.clear()
+        assert taken(executor, 1024) == ("ring", "measured")
 
 
 @case
