@@ -54,6 +54,7 @@ class RangedExecutor(Executor):
         self._simulated, self._rank = rank is None, rank or 0
         largest = self._executor(ranges.candidate(ranges.largest))
         self._latest: tuple[list[int] | None, Executor] = None, largest  # the call's extents at `_axes`, its executor
+        self._first = largest  # a trial holds the lock of its calls
         if largest.session is not None:
             largest.session.members.add(self)
         self._axes = [  # (input, axis) for the axes with free sizes of the inputs that this rank holds
@@ -177,15 +178,19 @@ class RangedExecutor(Executor):
     def _try(
         self, name: str, sizes: Mapping[str, int], rivals: Sequence[Timing], inputs: Sequence[Any], out: Any
     ) -> None:
-        """Try the candidates for a range of sizes."""
+        """Try the candidates for a range of sizes, unless another thread of a rank alone has just done this."""
         if (other := self._trying) is not None:
             self.current.calls.refuse_overlap(self.ranges.fusion, other)
-        self._trying = threading.current_thread()
-        try:
-            title = f"@{self.ranges.fusion}{f' at {name}' if name else ''} ({self.ranges.number})"
-            Trial(title, rivals, self.ranges, sizes, self._executor).run(inputs, out)  # type: ignore[arg-type]
-        finally:
-            self._trying = None
+        with self._first.calls.lock:
+            if name in self._settled:
+                return
+            self._trying = threading.current_thread()
+            try:
+                title = f"@{self.ranges.fusion}{f' at {name}' if name else ''} ({self.ranges.number})"
+                Trial(title, rivals, self.ranges, sizes, self._executor).run(inputs, out)  # type: ignore[arg-type]
+                self._settled.add(name)
+            finally:
+                self._trying = None
 
     def _executor(self, candidate: Candidate) -> Executor:
         if candidate not in self.executors:

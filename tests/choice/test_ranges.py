@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 import warnings
 from collections.abc import Iterator
 from itertools import pairwise
@@ -13,7 +15,7 @@ import torch
 
 import hostir as hi
 from hostir import knobs
-from hostir.choice import Candidate, Choice, Ranges, Timing, cache, ranges
+from hostir.choice import Candidate, Choice, Ranges, Timing, cache, ranged, ranges
 from hostir.choice.cache import Entry
 from hostir.choice.decision import Decider
 from hostir.choice.hardware import CPU, H200
@@ -322,3 +324,29 @@ def test_the_sizes_with_measurements_of_a_fusion_are_listed() -> None:
     damaged.write_text("[]")
     with pytest.warns(cache.CacheWarning, match="it is damaged"):
         assert [sizes["M"] for sizes in cache.sizes_of(fusion, platform)] == [128]
+
+
+def test_two_threads_of_a_rank_alone_try_the_candidates_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[str] = []
+
+    class SlowTrial:
+        def __init__(self, name: str, *others: object) -> None:
+            begun.append(name)
+
+        def run(self, inputs: object, out: object) -> None:
+            time.sleep(0.2)
+
+    with hi.Fusion("alone") as fusion:
+        a, b = hi.tensor("a", ["M", 8], "f32"), hi.tensor("b", [8, 4], "f32")
+        fusion.output(a @ b)
+    for x in (a, b):
+        x.set_device_mesh(hi.DeviceMesh([0]))
+    executor = hi.compile(fusion, machine="gloo", tune=2)
+    monkeypatch.setattr(ranged, "Trial", SlowTrial)
+    monkeypatch.setattr(Ranges, "rivals", lambda self, sizes: (1, 2))
+    threads = [threading.Thread(target=executor, args=(torch.ones(16, 8), torch.ones(8, 4))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(begun) == 1
