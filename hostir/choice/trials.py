@@ -183,6 +183,7 @@ class Trial:
         self.runs.clear()
         self.ranges.failed.add(challenger)
         self.execute(best).recover()
+        self.stopwatch = Stopwatch(self.device, self.session)  # the process group in which ranks met is gone
         self._warn(challenger, reason)
         self._drop_losers()
         self._begin(best, inputs, out)

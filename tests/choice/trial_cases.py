@@ -390,6 +390,33 @@ def a_challenger_whose_call_fails_is_left_out_and_the_call_of_the_user_returns()
 
 
 @case
+def after_a_failed_call_the_ranks_meet_in_a_new_process_group() -> None:
+    class TestStopwatch(laps.Stopwatch):
+        """A stopwatch that meets as on CUDA."""
+
+        def __init__(self, device: str, session: Session | None) -> None:
+            super().__init__(device, session)
+            assert self.session is not None
+            self.meeting = torch.zeros(1)
+            self.session.groups.prepare([self.everyone])
+
+        def start(self) -> laps.Lap:
+            self._meet()
+            return super().start()
+
+    with (
+        times({"fused": 10.0, "ring": 100.0}),
+        mock.patch.object(trials, "Stopwatch", TestStopwatch),
+        failing("fused", RuntimeError("on strike"), [1]),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore", RuntimeWarning)
+        executor = hi.compile(rows(name="meets"), tune=2)
+        call(executor)
+    is_left_out(executor, "fused", "on strike")
+
+
+@case
 def if_the_champion_fails_all_ranks_raise_and_the_next_call_begins_the_trial_anew() -> None:
     with times({"push": 1000.0, "ring": 100.0}):
         executor = hi.compile(rows(name="champion"), tune=2)
