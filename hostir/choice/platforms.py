@@ -13,7 +13,8 @@ from hostir.choice import calibration
 from hostir.choice.hardware import CPU, REFERENCE, Hardware, hardware_of, parse_machine
 from hostir.ir.program import Program, stated_hosts
 from hostir.ir.source import error, user_span
-from hostir.job.hosts import equal_hosts
+from hostir.job.hosts import equal_hosts, ranks_by_host
+from hostir.knobs import set_by_launcher
 
 CUDA, GLOO, SIMULATED, ELSEWHERE = "cuda", "gloo", "local", "elsewhere"
 SEVERAL_HOSTS = "several hosts"
@@ -162,6 +163,22 @@ def platform_here(machine: str, ranks: int, group: object = None) -> Platform:
         return platform_of([_device_facts(machine, rank) for rank in range(ranks)])
     facts = json.dumps(_device_facts(machine, session.device.index or 0))
     return platform_of([json.loads(text) for text in session.exchange("platform", facts)], session.hosts())
+
+
+def platform_like(machine: str, device: int, ranks: Sequence[int]) -> Platform:
+    """Return the platform of some ranks of the job, as far as this process knows it. The ranks do not communicate.
+
+    All ranks count as having devices like `device` of this process. LOCAL_WORLD_SIZE, which torchrun sets, says how
+    many ranks of the job share a host. Without it, all of `ranks` share a host.
+
+    Args:
+        machine: the machine of the executor, as in `Platform`.
+        device: the index of this rank's device.
+        ranks: the ranks of the job that form the platform.
+    """
+    in_host = set_by_launcher("LOCAL_WORLD_SIZE", 0) or max(ranks) + 1
+    hosts = ranks_by_host([str(rank // in_host) for rank in ranks])
+    return platform_of([_device_facts(machine, device)] * len(ranks), hosts)
 
 
 def _device_facts(machine: str, device: int) -> dict[str, Any]:

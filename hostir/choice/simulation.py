@@ -20,8 +20,9 @@ from functools import cache
 from math import inf, log2
 
 from hostir.choice.collectives import implemented
-from hostir.choice.cost import CostBarrier, CostCopy, CostTask, CostTransfer, Nothing, Pause, TaskWork, Traffic
+from hostir.choice.cost import CostBarrier, CostCopy, CostTask, CostTransfer, Nothing, Pause, Shared, TaskWork, Traffic
 from hostir.choice.hardware import Hardware, Kernels
+from hostir.choice.platforms import Platform
 from hostir.kernels.matmul.estimate import block_ends, choose, duration
 from hostir.kernels.matmul.schedule import Grid
 from hostir.kernels.matmul.tiles import Gemm, Tile
@@ -44,6 +45,18 @@ def estimates(tasks: Sequence[CostTask], hardware: Hardware, kernels: str) -> Ma
     device = Simulation(tasks, costs).run()
     graph, eager = (device + start(tasks, hardware, mode) for mode in (GRAPH, EAGER))
     return {GRAPH: graph, EAGER: max(eager, HostCosts(costs).call(tasks) - hardware.host_lead)}
+
+
+def collective_us(collective: str, size: int, platform: Platform) -> float:
+    """Return the estimated microseconds of a collective of all ranks of a platform, if nothing else runs.
+
+    `collective` is a keyword of the cost model. `size` is the bytes of the gathered, summed or exchanged tensor.
+    """
+    if platform.ranks == 1:
+        return 0.0
+    transfer = CostTransfer(collective, size, platform.ranks)
+    crossing = Shared(hosts=platform.hosts).crossing(transfer, range(platform.ranks))
+    return Costs(platform.hardware, "aten", 0.0).transfer(replace(transfer, crossing=crossing))
 
 
 def start(tasks: Sequence[CostTask], hardware: Hardware, mode: str) -> float:

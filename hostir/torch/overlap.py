@@ -3,7 +3,7 @@
 It fuses all-gather + matmuls, matmul + reduce-scatter, and matmul + all-reduce. In the first two, the matmuls may also
 be scaled fp8 matmuls.
 
-    torch._inductor.config.post_grad_custom_post_pass = hi.torch.overlap_pass
+    hi.torch.enable()
     print(hi.torch.overlap_pass.report)
 
 The pass treats every gathered or scattered tensor as a matrix of rows, and follows views that keep the order of the
@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from torch.fx import Graph, Node
 from torch.nn.functional import ScalingType
 
 from hostir import __version__
+from hostir.choice.platforms import Platform
 from hostir.ir.scaled_ops import BLOCK
 from hostir.ir.source import counted
 from hostir.torch.graphs import (
@@ -53,6 +54,7 @@ from hostir.torch.graphs import (
 from hostir.torch.ops.all_gather_scaled_matmul import BLOCKS
 from hostir.torch.ops.running import DTYPES
 from hostir.torch.ops.scaled_operands import FP8, RESULTS
+from hostir.torch.overlap_report import OPERATORS, Overlaps, Visited, alone_us, operands_of, platform_of_group
 from hostir.torch.reporting import LEDGER
 
 aten, c10d, ops = torch.ops.aten, torch.ops._c10d_functional, torch.ops.hostir
@@ -69,64 +71,6 @@ Fates = dict[Node, tuple[str, str]]  # what the report says of each collective: 
 
 class LeftAlone(Exception):  # noqa: N818  # no error: the graph stays the same
     """Raised for a collective that the pass does not fuse. The exception's text is the reason."""
-
-
-@dataclass(frozen=True)
-class Visited:
-    """A collective that the pass has seen.
-
-    Fields:
-        graph: the number of the collective's graph, counted from 1.
-        node: the name of the collective's node in the graph.
-        collective: the name of the collective, such as `all_gather_into_tensor`.
-        group: the name of the process group.
-        fused: the name of the fused operator that replaced the collective. Empty if the collective was not fused.
-        why: if the collective was fused, a text that says what it was fused with, such as `2 products`. Otherwise the
-            reason why it was not fused.
-    """
-
-    graph: int
-    node: str
-    collective: str
-    group: str
-    fused: str
-    why: str
-
-    def __str__(self) -> str:
-        fate = f"{self.fused}, {self.why}" if self.fused else f"left alone: {self.why}"
-        return f"graph {self.graph}, {self.node} ({self.collective} on group '{self.group}'): {fate}"
-
-
-NOTHING_SEEN = "the pass has seen no collective: the graph has none, or Inductor took it from its cache"
-OPERATORS = (  # the fused operators that the pass inserts
-    "hostir::all_gather_matmul",
-    "hostir::all_gather_scaled_matmul",
-    "hostir::matmul_reduce_scatter",
-    "hostir::scaled_matmul_reduce_scatter",
-    "hostir::matmul_all_reduce",
-)
-
-
-class Overlaps(tuple[Visited, ...]):
-    """The report of the pass: the collectives that it has seen, and the number of calls of fused operators.
-
-    The tuple has one `Visited` for each collective that the pass has seen. `print` shows a line for each collective,
-    and a line with the numbers of calls.
-
-    Fields:
-        ran: the number of calls of fused operators since the report began, by operator and group. All calls count:
-            calls from graphs that the pass has changed, calls from graphs in Inductor's cache, calls by hostir's
-            layers, and direct calls.
-    """
-
-    ran: Mapping[tuple[str, str], int] = MappingProxyType({})
-
-    def __str__(self) -> str:
-        lines = [*map(str, self)] or [NOTHING_SEEN]
-        calls = [f"{op} on group '{group}', {counted(n, 'call')}" for (op, group), n in self.ran.items()]
-        if calls or not self:
-            lines.append(f"ran since the report began: {'; '.join(calls) or 'no fused operator'}")
-        return "\n".join(lines)
 
 
 def sources() -> tuple[str, ...]:
@@ -644,8 +588,8 @@ FUSIONS: dict[Any, Callable[[Graph, Node], Fates]] = {
 class OverlapPass(CustomGraphPass):
     """A graph pass that replaces collectives and their matmuls by fused operators of hostir.
 
-    Set it as `torch._inductor.config.post_grad_custom_post_pass`. Or call it with any forward or backward graph of ATen
-    operators and functional collectives. `report` says which collectives were fused, and why the others were not.
+    `hostir.torch.enable` makes Inductor call it. Or call it with any forward or backward graph of ATen operators and
+    functional collectives. `report` says which collectives were fused, and why the others were not.
 
     Inductor does not call the pass for a graph from its cache. Such a graph is not in the report, but the report counts
     the calls of the graph's fused operators.
@@ -675,10 +619,11 @@ class OverlapPass(CustomGraphPass):
         collectives = [node for node in graph.nodes if _is_collective(node)]
         if collectives:
             lift_sizes(graph)
-        for node in sorted(collectives, key=lambda node: value(node.args[0]).itemsize > 1):
+        for node in sorted(collectives, key=_moves_wide_elements):
             if node not in fates:  # gathers of fp8 rows come first: they are fused with the gathers of their scales
                 fates |= self._fate(graph, node)
-        visits = [self._visited(node, *fates[node]) for node in collectives]
+        platforms = cache(platform_of_group)
+        visits = [self._visited(node, *fates[node], platforms) for node in collectives]
         self._visits += visits
         if not any(visit.fused for visit in visits):
             return
@@ -700,14 +645,21 @@ class OverlapPass(CustomGraphPass):
         except LeftAlone as why:
             return {node: ("", str(why))}
 
-    def _visited(self, node: Node, fused: str, why: str) -> Visited:
+    def _visited(self, node: Node, fused: str, why: str, platforms: Callable[..., Platform | None]) -> Visited:
         packet = node.target._overloadpacket.__name__  # type: ignore[union-attr]
         group = str(node.args[-1] if isinstance(node.args[-1], str) else getattr(node.args[-1], "group_name", "?"))
-        return Visited(self.graphs, node.name, packet, group, fused, why)
+        platform = platforms(group, operands_of(node)[0].device)
+        us = None if platform is None else alone_us(node, packet, platform)
+        return Visited(self.graphs, node.name, packet, group, fused, why, us, str(platform or ""))
 
 
 def _is_collective(node: Node) -> bool:
     return getattr(node.target, "namespace", "") == "_c10d_functional" and node.target is not WAIT
+
+
+def _moves_wide_elements(collective: Node) -> bool:
+    """Return False if a collective moves a tensor with elements of one byte, such as fp8 numbers."""
+    return all(x.itemsize > 1 for x in operands_of(collective))
 
 
 def _is_impure(node: Node) -> bool:
