@@ -22,7 +22,6 @@ from math import inf, log2
 from hostir.choice.collectives import implemented
 from hostir.choice.cost import CostBarrier, CostCopy, CostTask, CostTransfer, Nothing, Pause, Shared, TaskWork, Traffic
 from hostir.choice.hardware import Hardware, Kernels
-from hostir.choice.platforms import Platform
 from hostir.kernels.matmul.estimate import block_ends, choose, duration
 from hostir.kernels.matmul.schedule import Grid
 from hostir.kernels.matmul.tiles import Gemm, Tile
@@ -47,16 +46,23 @@ def estimates(tasks: Sequence[CostTask], hardware: Hardware, kernels: str) -> Ma
     return {GRAPH: graph, EAGER: max(eager, HostCosts(costs).call(tasks) - hardware.host_lead)}
 
 
-def collective_us(collective: str, size: int, platform: Platform) -> float:
-    """Return the estimated microseconds of a collective of all ranks of a platform, if nothing else runs.
+def collective_us(
+    collective: str, size: int, ranks: int, hardware: Hardware, hosts: Sequence[Sequence[int]] = ()
+) -> float:
+    """Return the estimated microseconds of a collective of all ranks, if nothing else runs.
 
-    `collective` is a keyword of the cost model. `size` is the bytes of the gathered, summed or exchanged tensor.
+    Args:
+        collective: a keyword of the cost model.
+        size: the bytes of the gathered, summed or exchanged tensor.
+        ranks: the number of ranks.
+        hardware: the constants of the ranks' devices.
+        hosts: the ranks of each host; empty if all ranks share a host.
     """
-    if platform.ranks == 1:
+    if ranks == 1:
         return 0.0
-    transfer = CostTransfer(collective, size, platform.ranks)
-    crossing = Shared(hosts=platform.hosts).crossing(transfer, range(platform.ranks))
-    return Costs(platform.hardware, "aten", 0.0).transfer(replace(transfer, crossing=crossing))
+    transfer = CostTransfer(collective, size, ranks)
+    crossing = Shared(hosts=hosts).crossing(transfer, range(ranks))
+    return Costs(hardware, "aten", 0.0).transfer(replace(transfer, crossing=crossing))
 
 
 def start(tasks: Sequence[CostTask], hardware: Hardware, mode: str) -> float:

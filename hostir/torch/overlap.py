@@ -3,7 +3,7 @@
 It fuses all-gather + matmuls, matmul + reduce-scatter, and matmul + all-reduce. In the first two, the matmuls may also
 be scaled fp8 matmuls.
 
-    hi.torch.enable()
+    model = torch.compile(model, options=hi.torch.overlap_pass.options())
     print(hi.torch.overlap_pass.report)
 
 The pass treats every gathered or scattered tensor as a matrix of rows, and follows views that keep the order of the
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._inductor import list_mode_options
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
 from torch.nn.functional import ScalingType
@@ -29,7 +30,7 @@ from torch.nn.functional import ScalingType
 from hostir import __version__
 from hostir.choice.platforms import Platform
 from hostir.ir.scaled_ops import BLOCK
-from hostir.ir.source import counted
+from hostir.ir.source import counted, described, did_you_mean, error, user_span
 from hostir.torch.graphs import (
     AS_DTYPE,
     LAYOUTS,
@@ -588,8 +589,8 @@ FUSIONS: dict[Any, Callable[[Graph, Node], Fates]] = {
 class OverlapPass(CustomGraphPass):
     """A graph pass that replaces collectives and their matmuls by fused operators of hostir.
 
-    `hostir.torch.enable` makes Inductor call it. Or call it with any forward or backward graph of ATen operators and
-    functional collectives. `report` says which collectives were fused, and why the others were not.
+    Pass `options()` to `torch.compile`, and Inductor calls the pass. Or call it with any forward or backward graph of
+    ATen operators and functional collectives. `report` says which collectives were fused, and why the others were not.
 
     Inductor does not call the pass for a graph from its cache. Such a graph is not in the report, but the report counts
     the calls of the graph's fused operators.
@@ -597,6 +598,21 @@ class OverlapPass(CustomGraphPass):
 
     def __init__(self) -> None:
         self.clear()
+
+    def options(self, mode: str = "default") -> dict[str, Any]:
+        """Return options for `torch.compile(model, options=...)`, with which Inductor runs this pass.
+
+        They apply to the forward and the backward graphs of that model, whenever and on whichever thread these are
+        compiled. `torch.compile` takes no `mode` beside options. So name the mode here.
+
+        Args:
+            mode: a mode of `torch.compile`, such as `reduce-overhead`.
+        """
+        modes = list_mode_options()
+        if mode not in modes:
+            expected = f"one of {', '.join(modes)}"
+            raise error(f"mode={described(mode)}", user_span(), expected=expected, hint=did_you_mean(str(mode), modes))
+        return {**modes[mode], "post_grad_custom_post_pass": self}
 
     def clear(self) -> None:
         """Start a new report."""

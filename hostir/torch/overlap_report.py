@@ -139,4 +139,4 @@ def alone_us(collective: Node, name: str, platform: Platform) -> float | None:
     if None in numbers:
         return None
     keyword = next((keyword for start, keyword in KEYWORDS.items() if name.startswith(start)), name)
-    return collective_us(keyword, int(max(numbers)), platform)
+    return collective_us(keyword, int(max(numbers)), platform.ranks, platform.hardware, platform.hosts)

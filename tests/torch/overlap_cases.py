@@ -8,9 +8,11 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch._inductor.config as inductor
 import torch.distributed._functional_collectives as funcol
@@ -34,6 +36,7 @@ from hostir.torch import OverlapPass
 from tests.torch.on_ranks import (
     DEVICE,
     RANKS,
+    assert_gradients_near,
     assert_like_unsharded,
     assert_near,
     case,
@@ -443,6 +446,43 @@ def unfused_scales_are_reported_with_a_reason() -> None:
         assert not any(fused(overlap)), overlap.report
 
 
+def on_another_thread(function: Callable[[], Any]) -> None:
+    """Call a function as autograd calls the backward of CUDA tensors: on a thread with the defaults of all settings."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(function).result()
+
+
+@case
+def every_mode_of_inductor_fuses_forward_and_backward() -> None:
+    exact = with_parameters_of_rank_0(nn.Sequential(nn.Linear(8, 16, False), nn.Linear(16, 8, False)))
+    plan = {"0": ColwiseParallel(input_layouts=Shard(1)), "1": RowwiseParallel(output_layouts=Shard(1))}
+    for mode in ("reduce-overhead", "max-autotune-no-cudagraphs"):
+        model = parallelize_module(copy.deepcopy(exact), tp_mesh(), plan)
+        torch._dynamo.reset()
+        overlap, totals = OverlapPass(), []
+        compiled = torch.compile(model, fullgraph=True, dynamic=True, options=overlap.options(mode))
+        with inductor.patch(force_disable_caches=True):
+            for tokens in (4, 6):  # the gradients of the weights accumulate
+                x = replicated(1, tokens * RANKS, 8)
+                totals.append(x)
+                mine = leaf(part(x, 1))
+                y = compiled(DTensor.from_local(mine, tp_mesh(), [Shard(1)], shape=x.shape, stride=x.stride()))
+                on_another_thread(y.square().sum().backward)
+        reference = copy.deepcopy(exact).double()
+        for x in totals:
+            reference(x.double()).square().sum().backward()
+        assert_gradients_near(model, reference)
+        assert fused(overlap) == [AG, RS, AG, RS], overlap.report
+        assert str(overlap.report).endswith("4 collectives fused, 0 left alone")
+    torch._dynamo.reset()
+
+
+@case
+def options_refuse_an_unknown_mode() -> None:
+    with pytest.raises(hi.HostIRError, match="one of default, reduce-overhead"):
+        OverlapPass().options("reduce-overheads")
+
+
 @case
 def inductor_runs_fused_graphs() -> None:
     """Compile matmuls only: for other operations Inductor starts a C++ compiler, which takes ten seconds."""
@@ -453,9 +493,11 @@ def inductor_runs_fused_graphs() -> None:
         model, mine = parallelize_module(copy.deepcopy(exact), tp_mesh(), plan), leaf(part(x, 1))
         torch._dynamo.reset()
         overlap = OverlapPass()
-        with inductor.patch(post_grad_custom_post_pass=overlap, force_disable_caches=True):
-            y = torch.compile(model, fullgraph=True)(DTensor.from_local(mine, tp_mesh(), [Shard(1)]))
-            (y * part(weights, 1)).sum().backward()
+        with inductor.patch(force_disable_caches=True):
+            y = torch.compile(model, fullgraph=True, options=overlap.options())(
+                DTensor.from_local(mine, tp_mesh(), [Shard(1)])
+            )
+            on_another_thread((y * part(weights, 1)).sum().backward)
         assert_like_unsharded(model, exact, x, weights, y, mine.grad, 1)
         assert fused(overlap) == [AG, RS, AG, RS] * (styles[0] is ColwiseParallel), overlap.report
     torch._dynamo.reset()
@@ -529,6 +571,9 @@ def unfused_collectives_are_reported_with_a_reason() -> None:
         "has 2 users": twice,
         "its sum is 'max'": lambda a, b: scatter(a @ b, op="max"),
         "its sum is 'min'": lambda a, b: funcol.all_reduce(a @ b, "min", group()),
+        "only all-gathers, reduce-scatters and all-reduces are": lambda a, b: funcol.all_reduce_coalesced(
+            [a @ b, a], "sum", group()
+        ),
         "only all-gathers, reduce-scatters and all-reduces": lambda a, b: funcol.broadcast(a @ b, 0, group()),
         "it gathers a tensor of 1 axes": lambda a, b: gather(a[0]) * 2,
         "relu": two_readers,
@@ -540,6 +585,10 @@ def unfused_collectives_are_reported_with_a_reason() -> None:
         assert reason in str(entry), overlap.report
         torch.testing.assert_close(result, function(a, b))
     assert not any(fused(overlap)), overlap.report
+    summary = str(overlap.report).splitlines()[-1]
+    assert summary.startswith(f"0 collectives fused, {len(functions)} left alone: "), summary
+    assert summary.count(" about ") == len(functions), summary
+    assert f"(estimated for {RANKS} x " in summary
     assert "Inductor took it from its cache" in str(OverlapPass().report)
 
 
