@@ -25,7 +25,7 @@ import torch.distributed._symmetric_memory as symm_mem
 
 import hostir as hi
 from benchmarks.allgather_matmul import Judge
-from benchmarks.comparison import PATIENCE, WARM_CALLS, Candidate
+from benchmarks.comparison import PATIENCE, Candidate, with_out
 from benchmarks.harness import Clock, graphed, table, write
 from benchmarks.scores import GRAPH, LARGE, MODELS, MUST, Row, rows
 from hostir.job.session import session
@@ -183,13 +183,7 @@ class Bench:
         executor = hi.Executor(hi.parse(program_text(row, self.ranks, way)), kernels=way.kernels, timeout=PATIENCE)
         m = row.M // self.ranks
         rows, c = a.view(1, 1, m, row.K), torch.empty(1, self.ranks, m, row.N, dtype=a.dtype, device=a.device)
-        candidate = Candidate(way.name, GRAPH, True, lambda: executor(rows, b, out=c)[0])
-        for _ in range(WARM_CALLS):
-            candidate.call()
-            torch.cuda.synchronize()
-        if executor.graph_refusal is not None:
-            raise RuntimeError(f"no CUDA graph: {executor.graph_refusal}")
-        return candidate
+        return with_out(way.name, executor, (rows, b), c, GRAPH)
 
 
 def report(results: list[dict[str, Any]]) -> str:

@@ -127,9 +127,9 @@ def lower(
             rows into blocks. In an all-gather with `ring`, a rank copies from one peer after another, and multiplies
             each shard. With `fused` and `push`, every rank copies its shard to all other ranks, and one matmul computes
             each shard when the shard has arrived. In `fused`, copy engines copy. In `push`, a few SMs copy.
-            `sequential by one_shot`, `sequential by two_shot` and `sequential by copy_engine` are `sequential` with
-            collectives of torch's symmetric memory instead of NCCL. `auto` takes the fastest strategy, as `compile`
-            does.
+            `sequential by low_latency`, `sequential by one_shot`, `sequential by two_shot` and `sequential by
+            copy_engine` are `sequential` with collectives by symmetric memory instead of NCCL. `auto` takes the fastest
+            strategy, as `compile` does.
         streams: the maximum number of worker streams; 4 by default. Leave it out with `auto`, which chooses it.
         watch: called after each pass with the name of the pass and the program that it returned.
         sizes: values of the fusion's symbols, for which `auto` chooses.

@@ -337,7 +337,7 @@ class RankExecutor(Executor):
     def tape(self) -> str:
         plan = self.latest.plan if self.latest is not None else None
         tapes = plan.tapes if isinstance(plan, CudaPlan) else None
-        return tapes.text if tapes is not None else ""
+        return tapes.latest.text if tapes is not None and tapes.latest is not None else ""
 
     @property
     def graph_refusal(self) -> str | None:

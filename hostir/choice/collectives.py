@@ -1,19 +1,22 @@
 """Estimate collectives that NCCL does not run: see `hostir.ir.comm_ops.Implemented`.
 
-The constants are fitted to the times of torch's operators in benchmarks/results/2xH100, alone and behind a matmul, with
-8 KB to 268 MB of bf16. They describe torch's kernels, which have at most 24 thread blocks. So they are the same for all
-GPUs with NVLink. Times on more than 2 ranks, and on H200, were not measured.
+The constants are fitted to times on 2 H100: those of torch's operators in benchmarks/results/2xH100, alone and behind a
+matmul, with 8 KB to 268 MB of bf16, and those of `low_latency` alone, with 8 KB to 16 MB. They describe torch's
+kernels, which have at most 24 thread blocks, and hostir's kernel with at most 128. So they are the same for all GPUs
+with NVLink. Times on more than 2 ranks, and on H200, were not measured.
 """
 
 from __future__ import annotations
 
 from hostir.choice.cost import CostTransfer
 from hostir.choice.hardware import Hardware
-from hostir.ir.comm_ops import COPY_ENGINE, ONE_SHOT, TWO_SHOT
+from hostir.ir.comm_ops import COPY_ENGINE, LOW_LATENCY, ONE_SHOT, TWO_SHOT
 
 KERNEL = 9.0  # microseconds of a barrier, or of another kernel of torch's that moves few bytes
 READ = 180.0  # GB/s at which the kernel of `one_shot` reads from peers
 MOVE = 410.0  # GB/s of `two_shot`, counting bytes as for NCCL: those that leave a rank, and half of those that it keeps
+EXCHANGE = 4.0  # microseconds of `low_latency` with few bytes
+SEND = 300.0  # GB/s at which `low_latency` sends to peers and sums
 SMALL_COPY = 3.0  # microseconds of a copy of few bytes within the GPU
 
 
@@ -25,6 +28,8 @@ def implemented(transfer: CostTransfer, hardware: Hardware) -> float | None:
     keyword, _, by = transfer.collective.partition(" by ")
     size, ranks = transfer.bytes / 1e3, transfer.ranks  # kilobytes, so that a rate in GB/s gives microseconds
     copied = 0.0 if transfer.in_workspace else SMALL_COPY + 2 * size / hardware.memory
+    if by == LOW_LATENCY:
+        return EXCHANGE + (ranks - 1) * size / (ranks if keyword == "reduce_scatter" else 1) / SEND
     if by == ONE_SHOT and keyword == "allreduce":
         in_kernel = max(copied - SMALL_COPY, 0.0)  # the kernel makes the copy
         return KERNEL + in_kernel + (ranks - 1) * size / READ

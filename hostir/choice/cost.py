@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
-from hostir.ir.comm_ops import ONE_SHOT, TWO_SHOT
+from hostir.ir.comm_ops import LOW_LATENCY, ONE_SHOT, TWO_SHOT
 from hostir.ir.machine import Done, Ready, uncollected
 from hostir.ir.program import Program
 from hostir.ir.types import FP8
@@ -387,7 +387,7 @@ class RankTasks:
         there = bool(op.by) and self.unrolled.buffers[op.x] in self.in_workspace
         if op.by in (ONE_SHOT, TWO_SHOT) and not there:  # two operators of torch: a copy and a kernel
             self.launch("compute")
-        launch = "compute" if op.by in (ONE_SHOT, TWO_SHOT) else "communicate"
+        launch = "compute" if op.by in (LOW_LATENCY, ONE_SHOT, TWO_SHOT) else "communicate"
         transfer = CostTransfer(name, largest, len(op.team), there)
         transfer = replace(transfer, crossing=self.shared.crossing(transfer, op.team))
         task = self.communicate(op, transfer, launch=launch)

@@ -19,7 +19,7 @@ from hostir.ir.op import BOTH, DefineIf, Name, Phase, Read, Shape, Statement, Va
 from hostir.ir.sharding import Mark, flat_marks, leads
 from hostir.ir.sizes import Division, Size, product
 from hostir.ir.source import did_you_mean
-from hostir.ir.types import Mesh, TensorType
+from hostir.ir.types import Axis, Mesh, TensorType
 
 if TYPE_CHECKING:
     from hostir.ir.machine import Frame
@@ -56,9 +56,10 @@ def elements(*values: Value) -> tuple[Shape, ...]:
 
 
 BY = "<? by {by}?>"  # the clause of host programs that names an implementation
-UNIT = 16  # bytes: torch's kernels for symmetric memory sum vectors of this size
+UNIT = 16  # bytes: the kernels for symmetric memory sum vectors of this size
 BY_NCCL = "leave out 'by': NCCL runs the collective without this limit"
-ONE_SHOT, TWO_SHOT, COPY_ENGINE = "one_shot", "two_shot", "copy_engine"
+LOW_LATENCY, ONE_SHOT, TWO_SHOT, COPY_ENGINE = "low_latency", "one_shot", "two_shot", "copy_engine"
+WORKSPACE, SLOTS = "(workspace)", "(slots)"  # names of the symmetric buffers of implementations
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -184,7 +185,7 @@ def _unmarked(type: TensorType, mark: str) -> TensorType:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Implemented(Collective):
-    """The base class of collectives that torch's symmetric memory can run, too.
+    """The base class of collectives that symmetric memory can run, too.
 
     Fields:
         by: the implementation on CUDA, in a host program. By default NCCL runs the collective. The meaning is the same.
@@ -199,7 +200,10 @@ class Implemented(Collective):
 
     @property
     def workspace(self) -> Value | None:
-        return self.x if self.by else None
+        if self.by == LOW_LATENCY:  # two slots for each rank
+            slots = Axis.of(2 * self.mesh.size(self.over))
+            return Value(SLOTS, self.summand.with_axes((slots, *self.summand.axes)))
+        return replace(self.x, name=WORKSPACE) if self.by else None
 
     @property
     def summand(self) -> TensorType:
@@ -212,7 +216,7 @@ class Implemented(Collective):
 
     def divisions(self) -> Iterator[Division]:
         yield from super().divisions()
-        if self.by in (ONE_SHOT, TWO_SHOT):
+        if self.by in (LOW_LATENCY, ONE_SHOT, TWO_SHOT):
             yield Division(self.units, f"'{self.keyword()} by {self.by}' sums {UNIT} bytes at a time", self.span)
 
     def verify(self) -> None:
@@ -237,8 +241,9 @@ class Implemented(Collective):
             raise self.fail(f"{phrase} over {self.over} of mesh {self.mesh}", expected=expected, hint=BY_NCCL)
         if self.by == COPY_ENGINE:
             return
-        if self.x.tensor.dtype.name not in ("bf16", "f32"):
-            raise self.fail(f"{phrase} of {self.x.tensor.dtype}", expected="bf16 or f32", hint=BY_NCCL)
+        dtypes = ("bf16", "f16", "f32") if self.by == LOW_LATENCY else ("bf16", "f32")
+        if self.x.tensor.dtype.name not in dtypes:
+            raise self.fail(f"{phrase} of {self.x.tensor.dtype}", expected=" or ".join(dtypes), hint=BY_NCCL)
         if not self.units.divisible_by(1):
             what = f"{self.units * UNIT} bytes on each rank"
             raise self.fail(f"{phrase} of {what}", expected=f"a multiple of {UNIT} bytes", hint=BY_NCCL)
@@ -282,16 +287,19 @@ class AllGather(Implemented):
 class AllReduce(Implemented):
     """All-reduce: every rank gets the sum of all partial sums. `x` and `out` may be the same memory.
 
-    With `by one_shot` or `by two_shot`, a kernel of torch's symmetric memory computes the sum on CUDA. With `one_shot`,
-    every rank reads the summands of all ranks. With `two_shot`, every rank first sums one part of the elements, and
-    then reads the sums of the other ranks. Both need bf16 or f32, a multiple of 16 bytes on each rank, and the
-    symmetric memory of all ranks of the program. So the ranks are on one host, and the team is all ranks.
+    With `by low_latency`, a kernel of hostir computes the sum on CUDA. Every rank sends its summands to all ranks, and
+    no flags are needed: see `hostir.kernels.low_latency`. With `by one_shot` or `by two_shot`, a kernel of torch's
+    symmetric memory computes the sum. With `one_shot`, every rank reads the summands of all ranks. With `two_shot`,
+    every rank first sums one part of the elements, and then reads the sums of the other ranks.
 
-    Example: %h = allreduce %x: f32[16, 32] partial(didx) -> %y: f32[16, 32] over didx by two_shot
+    All three need bf16 or f32, a multiple of 16 bytes on each rank, and the symmetric memory of all ranks of the
+    program. So the ranks are on one host, and the team is all ranks. `low_latency` also takes f16.
+
+    Example: %h = allreduce %x: f32[16, 32] partial(didx) -> %y: f32[16, 32] over didx by low_latency
     """
 
     syntax = "{handle} = allreduce {x} -> {out} over {over}" + BY
-    implementations = (ONE_SHOT, TWO_SHOT)
+    implementations = (LOW_LATENCY, ONE_SHOT, TWO_SHOT)
     rule = "x a partial sum over {over}, and out the same without it"
 
     def in_place(self, operand: int) -> bool:
@@ -310,16 +318,17 @@ def _summed(type: TensorType, mark: str) -> TensorType:
 class ReduceScatter(Implemented):
     """Reduce-scatter: each rank gets its block of the sum of all partial sums.
 
-    With `by one_shot`, a kernel of torch's symmetric memory computes the sum on CUDA: every rank reads the summands of
-    its block from all ranks. It needs 2, 4 or 8 ranks, and a multiple of 16 bytes in the block of each rank. The other
-    conditions are the same as for `allreduce`.
+    With `by low_latency`, a kernel of hostir computes the sum on CUDA: every rank sends each rank the summands of its
+    block. With `by one_shot`, a kernel of torch's symmetric memory computes the sum: every rank reads the summands of
+    its block from all ranks. `one_shot` needs 2, 4 or 8 ranks. Both need a multiple of 16 bytes in the block of each
+    rank. The other conditions are the same as for `allreduce`.
 
     Example: %h = reduce_scatter %x: f32[8, 16, 32] partial(didx) -> %y: f32[8@didx, 16, 32] over didx by one_shot
     """
 
     syntax = "{handle} = reduce_scatter {x} -> {out} over {over}" + BY
     rule = "x a partial sum over {over}, and out summed with its outermost axis on {over}"
-    implementations = (ONE_SHOT,)
+    implementations = (LOW_LATENCY, ONE_SHOT)
 
     @property
     def summand(self) -> TensorType:
@@ -327,7 +336,7 @@ class ReduceScatter(Implemented):
 
     def verify_by(self) -> None:
         super().verify_by()
-        if self.by and (ranks := self.mesh.size(self.over)) not in (1, 2, 4, 8):
+        if self.by == ONE_SHOT and (ranks := self.mesh.size(self.over)) not in (1, 2, 4, 8):
             raise self.fail(
                 f"reduce_scatter by {self.by} among {ranks} ranks", expected="2, 4 or 8 ranks", hint=BY_NCCL
             )

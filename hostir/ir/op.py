@@ -359,7 +359,10 @@ class Traits:
 
     @property
     def workspace(self) -> Value | None:
-        """The operand of which a machine may need a copy in symmetric memory; None for other statements."""
+        """The symmetric buffer that a machine may need for the statement; None for other statements.
+
+        Statements share the buffers of equal names. So a buffer is as large as the largest of them.
+        """
         return None
 
     @property

@@ -9,6 +9,7 @@ from math import prod
 
 import torch
 
+from hostir.ir import comm_ops
 from hostir.ir.onesided_ops import Barrier as BarrierStatement
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, Span, error
@@ -20,8 +21,10 @@ from hostir.kernels.dtypes import TORCH
 BARRIERS = ""
 
 
-# The buffer into which collectives that name an implementation copy their operands.
-WORKSPACE: tuple[str, tuple[int, ...]] = ("(workspace)", ())
+# The buffers of collectives that name an implementation: into the workspace they copy their operands, and slots are for
+# the summands of peers. Empty slots are zero.
+WORKSPACE: tuple[str, tuple[int, ...]] = (comm_ops.WORKSPACE, ())
+SLOTS: tuple[str, tuple[int, ...]] = (comm_ops.SLOTS, ())
 
 ALIGNMENT = 64  # bytes: no two buffers share a cache line
 

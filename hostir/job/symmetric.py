@@ -26,7 +26,7 @@ import json
 import platform
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from math import prod
@@ -42,6 +42,7 @@ from hostir.job.hosts import host_identity
 from hostir.job.links import AlikeError
 from hostir.job.offers import (
     BARRIERS,
+    SLOTS,
     WORKSPACE,
     BufferInfo,
     BufferPlace,
@@ -123,7 +124,7 @@ class Rooms:
     """The symmetric buffers of a program, and the number of bytes that each of them has on every rank.
 
     Fields:
-        buffers: the buffers as the program declares them, and the operands that share the buffer WORKSPACE.
+        buffers: the buffers as the program declares them, and those that its collectives share.
         bytes: the number of bytes of each buffer, by name.
     """
 
@@ -134,7 +135,7 @@ class Rooms:
     def of(program: Program, sizes: Mapping[str, int]) -> Rooms:
         """Return the buffers of a program with exactly the bytes that they need for some sizes."""
         buffers = tuple(s.buffer for s in program.walk() if s.symmetric and s.buffer is not None)
-        buffers += tuple(replace(s.workspace, name=WORKSPACE[0]) for s in program.walk() if s.workspace is not None)
+        buffers += tuple(s.workspace for s in program.walk() if s.workspace is not None)
         bytes = dict[str, int]()
         for value in buffers:  # different branches of an `if` may allocate buffers of one name
             bytes[value.name] = max(bytes.get(value.name, 0), _bytes(value, sizes))
@@ -202,12 +203,13 @@ class SharedMemory:
         return buffer if buffer.shape == op.shape else self.flat[place][: prod(op.shape)].view(op.shape)
 
     def clear(self, rank: int) -> None:
-        """Fill the buffers of a rank with their initial contents: 0 for flags; others are undefined, so NaN or -1."""
+        """Fill the buffers of a rank: flags and slots with 0, and others with NaN or -1, because they are undefined."""
         for (place, owner), buffer in self.flat.items():
             if owner == rank:
-                buffer.fill_(0 if (place, owner) in self.flags else undefined(buffer.dtype))
+                zero = place == SLOTS or (place, owner) in self.flags
+                buffer.fill_(0 if zero else undefined(buffer.dtype))
 
-    def overwrite(self, rank: int, page: torch.Tensor) -> None:
+    def overwrite(self, rank: int, page: torch.Tensor, places: Container[BufferPlace] | None = None) -> None:
         """Overwrite all buffers of a rank except flags with copies of a page of bytes.
 
         The copies are issued to the current stream. They run on copy engines and need no kernels.
@@ -215,9 +217,10 @@ class SharedMemory:
         Args:
             rank: the rank whose buffers are overwritten.
             page: a uint8 tensor in pinned memory.
+            places: if it is set, only these buffers are overwritten.
         """
         for (place, owner), buffer in self.flat.items():
-            if owner == rank and (place, owner) not in self.flags:
+            if owner == rank and (place, owner) not in self.flags and (places is None or place in places):
                 for part in buffer.view(torch.uint8).split(len(page)):
                     part.copy_(page[: len(part)], non_blocking=True)
 
@@ -468,7 +471,9 @@ def _needs(
     rank, uses = unrolled.rank, []
     mine = (op for op in unrolled.symmetric.values() if op.rank == rank)
     # The workspace comes first, because torch's operators need it at one offset on all ranks.
-    buffers = [BufferInfo(*WORKSPACE, (), "f32", rooms.bytes[WORKSPACE[0]])] if WORKSPACE[0] in rooms.bytes else []
+    shared = [place for place in (WORKSPACE, SLOTS) if place[0] in rooms.bytes]
+    buffers = [BufferInfo(*place, (), "f32", rooms.bytes[place[0]]) for place in shared]
+    uses += [(*SLOTS, peer) for peer in range(unrolled.program.ranks) if SLOTS in shared and peer != rank]
     buffers += [BufferInfo(*op.home, op.shape, op.dtype.name, rooms.bytes[op.name]) for op in mine]
     theirs: dict[int, PeerPlace] = {x: (*op.home, op.rank) for x, op in unrolled.symmetric.items() if op.rank != rank}
     barriers = Counter(op.of_team for op in unrolled.ops if op.of_team)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from hostir.ir.comm_ops import AllReduce, Communication, Implemented, check_team
+from hostir.ir.comm_ops import LOW_LATENCY, AllReduce, Communication, Implemented, check_team
 from hostir.ir.host_ops import For
 from hostir.ir.op import REGISTRY, Ref, Statement, Value
 from hostir.ir.program import Program, rewrite
@@ -61,7 +61,8 @@ def implemented(program: Program, by: str) -> Program:
     builder = Host(program)
     # An operand in a buffer of its own may be computed in symmetric memory.
     reduces = (s for s in program.body if isinstance(s, AllReduce))
-    builder.apart |= {s.out.name for s in reduces if not isinstance(tried(s), HostIRError)}
+    if by != LOW_LATENCY:
+        builder.apart |= {s.out.name for s in reduces if not isinstance(tried(s), HostIRError)}
     for s in program.body:
         builder.add_unsliced(s)
     sequential = builder.finished()

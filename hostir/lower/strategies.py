@@ -14,7 +14,7 @@ from typing import Protocol
 from hostir import knobs
 from hostir.check import prove, verify
 from hostir.ir import parse
-from hostir.ir.comm_ops import COPY_ENGINE, ONE_SHOT, TWO_SHOT
+from hostir.ir.comm_ops import COPY_ENGINE, LOW_LATENCY, ONE_SHOT, TWO_SHOT
 from hostir.ir.op import Phase
 from hostir.ir.program import Program
 from hostir.ir.source import UNCHECKED, HostIRError, check_known, described, error, user_span, warn_once
@@ -51,7 +51,7 @@ STRATEGIES: dict[str, Strategy] = {
     "push": Strategy(lambda _: (*EXPLICIT, Push(), *FINISH)),
 }
 # Strategies that name an implementation of collectives instead of NCCL, by this implementation.
-BY: dict[str, str] = {by: f"sequential by {by}" for by in (ONE_SHOT, TWO_SHOT, COPY_ENGINE)}
+BY: dict[str, str] = {by: f"sequential by {by}" for by in (LOW_LATENCY, ONE_SHOT, TWO_SHOT, COPY_ENGINE)}
 AUTO = "auto"  # the fastest strategy; hostir.choice, which builds on this layer, chooses it
 # The ways to call a program; `AUTO` ranks strategies by the time of one of them. With `out=` an executor captures and
 # replays a CUDA graph itself, except for programs that communicate through NCCL, which only their caller can capture.

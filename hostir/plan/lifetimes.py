@@ -18,6 +18,7 @@ from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING
 
+from hostir.ir.comm_ops import LOW_LATENCY
 from hostir.plan.operations import CALLER, NONE, CollectiveOp
 
 if TYPE_CHECKING:
@@ -111,13 +112,16 @@ def awaited_at_once(unrolled: UnrolledProgram) -> frozenset[int]:
 def workspace_buffers(unrolled: UnrolledProgram) -> frozenset[int]:
     """Return the buffers that may lie in the workspace of collectives, so that the collectives need not copy them.
 
+    Collectives `by low_latency` have no operands in a workspace.
+
     The program allocates such a buffer, and a collective that names an implementation reads all of it. No operation
     uses the buffer after the collective started, because the collective may overwrite the workspace. No other such
     collective uses the workspace between the first use of the buffer and this collective. The result is empty if one of
     these collectives may run beside other operations, or if ranks may do different things: the result must be the same
     on all ranks.
     """
-    collectives = {at: op for at, op in enumerate(unrolled.ops) if isinstance(op, CollectiveOp) and op.by}
+    named = {at: op for at, op in enumerate(unrolled.ops) if isinstance(op, CollectiveOp) and op.by}
+    collectives = {at: op for at, op in named.items() if op.by != LOW_LATENCY}
     if not collectives or any(s.conditional for s in unrolled.program.walk()):
         return frozenset()
     if not awaited_at_once(unrolled).issuperset(op.handle for op in collectives.values()):

@@ -8,6 +8,7 @@ from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
+from hostir.ir.comm_ops import LOW_LATENCY, SLOTS, WORKSPACE
 from hostir.ir.program import Program, format_statement
 from hostir.ir.regions import is_dense
 from hostir.ir.source import HostIRError
@@ -102,9 +103,16 @@ class UnrolledProgram:
 
     @property
     def workspace(self) -> int:
-        """The number of bytes of symmetric memory into which collectives copy their operands, one after another."""
-        copied = (self.layouts[op.x] for op in self.ops if isinstance(op, CollectiveOp) and op.by)
-        return max((prod(x.shape) * self.dtypes[x.buffer].bytes for x in copied), default=0)
+        """The number of bytes of the symmetric memory that collectives share: the workspace, and the slots."""
+        shared = {WORKSPACE: 0, SLOTS: 0}
+        for op in self.ops:
+            if isinstance(op, CollectiveOp) and op.by:
+                slots = op.by == LOW_LATENCY
+                x = self.layouts[op.out if slots else op.x]
+                size = prod(x.shape) * self.dtypes[x.buffer].bytes * (2 * len(op.team) if slots else 1)
+                name = SLOTS if slots else WORKSPACE
+                shared[name] = max(shared[name], size)
+        return sum(shared.values())
 
     def owner(self, register: int) -> int:
         """Return the rank whose memory holds the tensor of a register."""

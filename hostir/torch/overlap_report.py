@@ -135,7 +135,8 @@ def alone_us(collective: Node, name: str, platform: Platform) -> float | None:
     results = collective.meta["val"]
     sides = operands_of(collective), results if isinstance(results, list | tuple) else [results]
     sizes = [sum(x.numel() * x.itemsize for x in side if isinstance(x, Tensor)) for side in sides]
-    numbers = [size.node.hint if isinstance(size, torch.SymInt) else size for size in sizes]
+    hints: list[Any] = sizes  # mypy takes a symbolic size for an int
+    numbers = [size.node.hint if isinstance(size, torch.SymInt) else size for size in hints]
     if None in numbers:
         return None
     keyword = next((keyword for start, keyword in KEYWORDS.items() if name.startswith(start)), name)

@@ -49,14 +49,18 @@ def test_every_drawn_program_can_be_lowered_and_is_small_enough() -> None:
 def test_draws_cover_all_options() -> None:
     drawn = [(ranks, config) for ranks, config in configs()]
     assert {(c.strategy, c.kernels) for _, c in drawn} == {
-        (s, k) for s in ("ring", "fused", "push") for k in ("aten", "triton")
+        (s, k) for s in ("ring", "fused", "push", cases.LOW_LATENCY) for k in ("aten", "triton")
     }
     assert {c.dtype for _, c in drawn} == {"bf16", "f16", "f32"}
     assert {c.slices for _, c in drawn} == {1, 2, 3}
     assert {1, 3, 129} <= {m for _, c in drawn for m in c.rows}
     assert {len(c.products) for _, c in drawn} == {0, 1, 2}
     sums = {(c.strategy, c.steps) for _, c in drawn if c.reduced and not c.scattered}
-    assert sums == {("ring", ""), *((s, steps) for s in ("fused", "push") for steps in ("", "blocks", "two"))}
+    assert sums == {
+        ("ring", ""),
+        (cases.LOW_LATENCY, ""),
+        *((s, steps) for s in ("fused", "push") for steps in ("", "blocks", "two")),
+    }
     assert all(c.reduced and not c.scattered for c in cases.pool(0, 4, 12, mode="allreduces"))
     assert {(p.linear, p.bias) for _, c in drawn for p in c.products} == {(False, False), (True, False), (True, True)}
     assert any(len(c.mesh) < ranks for ranks, c in drawn)

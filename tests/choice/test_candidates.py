@@ -69,7 +69,7 @@ def test_the_reason_is_the_refusal_of_the_lowering() -> None:
     assert "handles only allgathers and reduce_scatters of rows, and allreduces" in refusals["ring"]
     assert "handles only allgathers and reduce_scatters of rows, and allreduces" in refusals["fused"]
     assert strategies(patterns.alltoall()) == {"sequential"}
-    named = {"sequential by one_shot", "sequential by two_shot"}
+    named = {"sequential by low_latency", "sequential by one_shot", "sequential by two_shot"}
     assert strategies(patterns.row_parallel()) == {"sequential", "pipeline", "ring", "fused", "push", *named}
 
 

@@ -24,6 +24,7 @@ COLUMNS = (8, 24, 60, 64, 100, 129, 256, 384)
 SMALL = 128  # the largest K and N in f32
 GPU_FORMS = ("eager", "out", "captured")
 CPU_FORMS = ("eager", "out")
+LOW_LATENCY = "sequential by low_latency"
 MODES = ("random", "fused_pairs", "allreduces")
 
 
@@ -76,6 +77,11 @@ class Config:
     def spins(self) -> bool:
         """True if its matmul is a kernel that holds SMs while it waits for peers."""
         return self.strategy in ("fused", "push") and self.kernels == "triton"
+
+    def sums_by_low_latency(self, ranks: int) -> bool:
+        """Return True if it sums over all ranks, and its rows of any number are multiples of 16 bytes."""
+        widths = [product.columns for product in self.products] or [self.depth]
+        return self.reduced and self.mesh == tuple(range(ranks)) and all(width % 8 == 0 for width in widths)
 
     def shape(self, last: str, mark: str = "") -> str:
         m = "M" if len(set(self.rows)) > 1 else str(self.rows[0])
@@ -184,10 +190,12 @@ def pool(
 ) -> list[Config]:
     """Return configurations of all strategies and kernels, the same on every rank."""
     random = Random(f"pool {seed}")
-    pairs = [(strategy, kernel) for kernel in kernels for strategy in ("ring", "fused", "push")]
+    pairs = [(strategy, kernel) for kernel in kernels for strategy in ("ring", "fused", "push", LOW_LATENCY)]
     configs: list[Config] = []
     while len(configs) < size:
         config = _config(random, ranks, *pairs[len(configs) % len(pairs)])
+        if config.strategy == LOW_LATENCY and not config.sums_by_low_latency(ranks):
+            continue
         if mode != "allreduces" or (config.reduced and not config.scattered):
             configs.append(config)
     return configs
@@ -207,7 +215,7 @@ def _config(random: Random, ranks: int, strategy: str, kernels: str) -> Config:
     if reduced and random.random() < 0.2:
         products = []
     scattered = reduced and random.random() < 0.4
-    steps = random.choice(("", "blocks", "two")) if reduced and not scattered and strategy != "ring" else ""
+    steps = random.choice(("", "blocks", "two")) if reduced and not scattered and strategy in ("fused", "push") else ""
     return Config(
         *(strategy, kernels, dtype, mesh, slices),
         rows=(m, random.choice(rows) if len(mesh) == ranks else m),

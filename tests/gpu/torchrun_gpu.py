@@ -91,7 +91,7 @@ def twice(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def cases() -> list[Case]:
     every = []
-    for dtype in [name for name in DTYPES if name not in FP8]:
+    for dtype in [name for name in DTYPES if name not in FP8 and TORCH[name].is_floating_point]:
         every += [
             Case(f"all_gather {dtype}", programs.ag_matmul(dtype=dtype), product),
             Case(f"all_gather ragged {dtype}", programs.ag_matmul(dtype=dtype), product, m=5),
@@ -105,9 +105,11 @@ def cases() -> list[Case]:
             Case(f"by copy_engine {dtype}", copied, product),
             Case(f"by copy_engine ragged {dtype}", copied, product, m=5),
         ]
-        for by in ("one_shot", "two_shot"):
+        for by in ("low_latency", "one_shot", "two_shot"):
             case = Case(f"by {by} {dtype}", programs.implemented(reduced, by), product, lambda a, b: (summed(a, b),))
             every.append(case)
+        low_latency = programs.implemented(scattered, "low_latency")
+        every.append(Case(f"by low_latency, scattered {dtype}", low_latency, twice, summed_and_scattered))
         if SIZE in (2, 4, 8):
             one_shot = programs.implemented(scattered, "one_shot")
             every.append(Case(f"by one_shot, scattered {dtype}", one_shot, twice, summed_and_scattered))
@@ -421,7 +423,7 @@ def main() -> None:
             results += [layers_share_memory(strategy) for strategy in ("ring", "fused", "push")]
         if not wanted or "decoder" in wanted:
             results += [decoder(m, "push", kernels) for m in (1, 16, 64) for kernels in ("aten", "triton")]
-            others = ("ring", "fused", "sequential by one_shot", "sequential by two_shot")
+            others = ("ring", "fused", *(f"sequential by {by}" for by in ("low_latency", "one_shot", "two_shot")))
             results += [decoder(16, strategy, "triton") for strategy in others]
         if not wanted or "modes" in wanted:
             gathers = ("ring", "fused", "push", "sequential by copy_engine")

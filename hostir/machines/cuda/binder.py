@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hostir.job.offers import WORKSPACE
+from hostir.job.offers import SLOTS, WORKSPACE
 from hostir.job.symmetric import SharedMemory
 from hostir.kernels.contractions import IN_TRITON
 from hostir.kernels.dtypes import torch_dtype
@@ -139,7 +139,8 @@ class CudaBinder:
         self.memory = memory
         self.one_sided = None if memory is None else CudaOneSided(context, memory)
         self.implementations: SymmetricCollectives | None = None
-        if memory is not None and (WORKSPACE, context.unrolled.rank) in memory.flat:
+        rank = context.unrolled.rank
+        if memory is not None and ((WORKSPACE, rank) in memory.flat or (SLOTS, rank) in memory.flat):
             self.implementations = SymmetricCollectives(context, memory, machine.groups.all_ranks)
         self.timeline = timeline
         self.steps: list[Step] = []

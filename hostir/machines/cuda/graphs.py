@@ -56,7 +56,7 @@ class Capturable(Protocol):
 
     @property
     def eager_only(self) -> str:
-        """The reason why runs of the plan must not be captured; empty if they may be captured."""
+        """The reason why runs of the plan are not captured; empty if they are."""
 
     def run(self, inputs: Sequence[Part], outs: Sequence[Part] | None, capturing: bool) -> tuple[Part, ...]:
         """Issue one run that writes the outputs to the tensors `outs`.

@@ -1,8 +1,10 @@
-"""Collectives by torch's symmetric memory instead of NCCL: the implementations that a collective names with `by`.
+"""Collectives by symmetric memory instead of NCCL: the implementations that a collective names with `by`.
 
-All such collectives of a program and kind of sizes share one workspace in symmetric memory, and the signal pads that
-torch keeps with it. So they run one after another. An operand is computed in the workspace if nothing else needs the
-workspace meanwhile. Otherwise it is copied there.
+`low_latency` launches a kernel of hostir: see `hostir.kernels.low_latency`. The others use operators of torch. All of
+these that belong to a program and kind of sizes share one workspace in symmetric memory, and the signal pads that torch
+keeps with it. An operand is computed in the workspace if nothing else needs the workspace meanwhile. Otherwise it is
+copied there. Those by `low_latency` share slots instead. So all collectives that name an implementation run one after
+another.
 
 If the next operation awaits each of these collectives, they run on the caller's stream. Otherwise they run on a
 separate stream, like the collectives of NCCL. Collectives of NCCL among the same ranks then follow that stream, too,
@@ -23,9 +25,9 @@ from typing import Any
 
 import torch
 
-from hostir.ir.comm_ops import COPY_ENGINE, ONE_SHOT, TWO_SHOT, UNIT
+from hostir.ir.comm_ops import COPY_ENGINE, LOW_LATENCY, ONE_SHOT, TWO_SHOT, UNIT
 from hostir.ir.source import error
-from hostir.job.offers import WORKSPACE
+from hostir.job.offers import SLOTS, WORKSPACE
 from hostir.job.symmetric import SharedMemory
 from hostir.kernels.dtypes import torch_dtype
 from hostir.machines.binding import Step
@@ -44,7 +46,7 @@ class SymmetricCollectives:
 
     Args:
         context: the plan.
-        memory: the symmetric memory of the plan, with the workspace.
+        memory: the symmetric memory of the plan, with the workspace or the slots.
         all_ranks: returns the registered process group of all ranks.
 
     Fields:
@@ -110,6 +112,8 @@ class SymmetricCollectives:
 
     def run(self, op: CollectiveOp) -> Run:
         """Return the function that issues a collective."""
+        if op.by == LOW_LATENCY:
+            return self.low_latency(op)
         make: dict[tuple[str, str], Callable[[CollectiveOp, torch.Tensor], Run]] = {
             ("allreduce", ONE_SHOT): self.one_shot,
             ("allreduce", TWO_SHOT): self.two_shot,
@@ -124,6 +128,18 @@ class SymmetricCollectives:
         x = unrolled.layouts[register]
         flat = self.memory.flat[WORKSPACE, unrolled.rank].view(torch_dtype(unrolled.dtypes[x.buffer]))
         return flat[: prod(x.shape)].view(x.shape)
+
+    def low_latency(self, op: CollectiveOp) -> Run:
+        """Return a function that launches hostir's kernel for an all-reduce or a reduce-scatter."""
+        from hostir.kernels.low_latency import LowLatencySum  # which needs Triton
+
+        unrolled, flat, registers = self.context.unrolled, self.memory.flat, self.context.registers
+        dtype = torch_dtype(unrolled.dtypes[unrolled.layouts[op.x].buffer])
+        slots = [flat[SLOTS, rank].view(dtype) for rank in op.team]
+        scatters = op.communication == "reduce_scatter"
+        add_up = LowLatencySum(self.context.device, unrolled.rank, slots, self.memory.kept["calls"], scatters)
+        self.context.launching(op, lambda: add_up(registers[op.x], registers[op.out]))
+        return add_up
 
     def is_there(self, op: CollectiveOp) -> bool:
         """Return True if the operand of a collective already lies in the workspace."""

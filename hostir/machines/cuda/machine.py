@@ -50,6 +50,8 @@ from hostir.plan.operations import (
 from hostir.plan.unroll import message_teams_of
 from hostir.plan.unrolled import UnrolledProgram
 
+FEW = 4  # driver calls that are not worth a graph: on an H100, a replay begins about 3 us later
+
 
 class CudaMachine:
     """A device, its worker streams, its symmetric memory, and the process groups of this rank's teams.
@@ -136,7 +138,7 @@ class CudaPlan:
         # A run computes some outputs in the caller's tensors, and copies the other outputs to them at its end.
         self.placed = [(home, i) for i, (home, _) in outputs if home != NONE]
         self.copied = [(x, i) for i, (home, x) in outputs if home == NONE and x != NONE]
-        self.eager_only = uniform_only(unrolled)  # the reason why its runs must not be captured; empty if they may
+        self.uniform_only = uniform_only(unrolled)
         self.memory = machine.symmetric.of(unrolled, self, sizes_key, limit)
         context = PlanContext(
             unrolled=unrolled,
@@ -216,6 +218,18 @@ class CudaPlan:
         inputs = self.unrolled.inputs
         tensors = [*enumerate(range(inputs.start, inputs.stop)), *((len(inputs) + i, x) for x, i in self.placed)]
         return [position for position, register in tensors if register in self.engine_copies]
+
+    @property
+    def eager_only(self) -> str:
+        """The reason why the executor captures no run of the plan; empty if it captures them.
+
+        A replay of a graph begins a few microseconds later on the device than a kernel that is launched. If a run has
+        few driver calls, the replay does not save this time on the host either.
+        """
+        if self.uniform_only or self.tapes is None or (latest := self.tapes.latest) is None:
+            return self.uniform_only
+        few = 0 < latest.issued <= FEW
+        return f"native code issues its {latest.issued} driver calls as fast as a graph" if few else ""
 
     def run(
         self,

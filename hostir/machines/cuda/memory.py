@@ -19,7 +19,7 @@ import torch.distributed as dist
 from hostir.ir.types import FLAG
 from hostir.job.groups import world
 from hostir.job.links import headline
-from hostir.job.offers import WORKSPACE, BufferInfo, Offer
+from hostir.job.offers import SLOTS, WORKSPACE, BufferInfo, Offer
 from hostir.job.symmetric import SharedMemory
 from hostir.knobs import set_by_launcher
 from hostir.machines.cuda.driver import in_batches
@@ -153,8 +153,9 @@ class PeerMemory:
         """Fill this rank's buffers with NaN once, and raise its flags repeatedly while `needed` returns True.
 
         It is not enough to raise the flags once: a call that ends resets its flags, and the next call waits for them
-        again. The signals of torch's kernels are set and reset in turn. Copy engines fill the buffers and set these
-        signals, because kernels that wait may hold all SMs. All work goes to the stream `aside`.
+        again. The signals of torch's kernels are set and reset in turn. The slots of `low_latency` are filled
+        repeatedly, because its kernel empties them. Copy engines fill the buffers and set these signals, because
+        kernels that wait may hold all SMs. All work goes to the stream `aside`.
         """
         aside = self.aside
         if aside is None:
@@ -172,6 +173,8 @@ class PeerMemory:
                 with torch.cuda.stream(aside):
                     for pad, state in zip(pads, next(states), strict=True):
                         pad.copy_(state, non_blocking=True)
+                    for memory in memories:
+                        memory.overwrite(self.rank, self.nans, [SLOTS])
                 issued.record(aside)
             time.sleep(PAUSE)
 
@@ -196,6 +199,10 @@ class PeerMemory:
         The first call also creates the stream that raises flags, and a page of NaN bytes.
         """
         memory.kept["handle"], self.handle = self.handle, None
+        if (SLOTS, self.rank) in memory.flat:
+            from hostir.kernels.low_latency import PROGRAMS  # which needs Triton
+
+            memory.kept["calls"] = torch.zeros(PROGRAMS, dtype=torch.int32, device=self.device)
         flow_control_of(unrolled, memory)
         if self.aside is None:  # create it now: a GPU that waits for peers might not be able to
             self.aside = own_stream(self, self.device, HIGHEST)
@@ -209,6 +216,8 @@ class PeerMemory:
         prepare(self.rank, memory)
         for pad in self.signal_pads(memory):
             pad.zero_()
+        if (calls := memory.kept.get("calls")) is not None:
+            calls.zero_()
         torch.cuda.synchronize(self.device)
 
     def hidden(self, unrolled: UnrolledProgram) -> tuple[BufferInfo, ...]:

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hostir.machines.binding import Step
 from hostir.machines.cuda.native import native
 from hostir.machines.cuda.tape import Memory, Segment, TapeEntry, TapeWriter
-from hostir.plan.operations import CALLER, AllocateOp, Op, ViewOp
+from hostir.plan.operations import CALLER, AllocateOp, CollectiveOp, Op, ViewOp
 
 if TYPE_CHECKING:
     from hostir.machines.cuda.machine import CudaPlan
@@ -38,11 +38,13 @@ class IssuedSteps:
         ends: for each n, the number of steps of the plan that have begun when the first n elements of `steps` have
             begun.
         text: the steps as text, with the driver calls of each segment; empty without a tape.
+        issued: the number of driver calls by native code and of steps that Python issues; 0 without a tape.
     """
 
     steps: Sequence[Step]
     ends: Sequence[int]
     text: str = ""
+    issued: int = 0
 
     @staticmethod
     def of(steps: Sequence[Step]) -> IssuedSteps:
@@ -85,9 +87,9 @@ class Tapes:
         return plan.in_python
 
     @property
-    def text(self) -> str:
-        """The text of the latest tape; empty if there is no tape yet."""
-        return next((taped.text for taped in reversed(self.by_key.values()) if taped is not None), "")
+    def latest(self) -> IssuedSteps | None:
+        """The latest tape; None if there is none yet."""
+        return next((taped for taped in reversed(self.by_key.values()) if taped is not None), None)
 
     def recording(self, plan: CudaPlan, key: tuple[int, ...], registers: Sequence[int]) -> IssuedSteps:
         """Return a single step, which issues the plan's run in Python and records it.
@@ -134,6 +136,7 @@ class TapedRun:
         self.steps: list[Step] = []
         self.ends = [0]
         self.lines: list[str] = []
+        self.issued = 0
         self.has_segments = False
 
     def tape(self, ends: list[int]) -> IssuedSteps:
@@ -148,7 +151,8 @@ class TapedRun:
                 writer.entries, writer.place, writer.complete, work.seen = [], number, True, False
                 ends[-1] = number + 1
                 step()
-                recorded = writer.complete and not work.seen and not op.by_group
+                by_nccl = op.by_group and not (isinstance(op, CollectiveOp) and op.by)
+                recorded = writer.complete and not work.seen and not by_nccl
                 entries.append(writer.entries if recorded else ())
         for number, (step, op) in enumerate(zip(plan.steps, plan.ops, strict=True)):
             if entries[number]:
@@ -157,13 +161,14 @@ class TapedRun:
             if not self.only_prepares(op, step):
                 self.flush(number)
                 self.lines.append(f"by Python: {plan.unrolled.describe(op)}")
+                self.issued += 1
             self.steps.append(step)
             self.ends.append(number + 1)
         self.flush(len(plan.steps))
         if writer.kept:  # this step does nothing, but keeps workspaces alive as long as the steps that use them
             self.steps.append(partial(len, writer.kept))
             self.ends.append(len(plan.steps))
-        return IssuedSteps(self.steps, self.ends, "\n".join(self.lines))
+        return IssuedSteps(self.steps, self.ends, "\n".join(self.lines), self.issued)
 
     def only_prepares(self, op: Op, step: Step) -> bool:
         """Return True if a step that has made no tape entries may run before the entries that are still pending.
@@ -196,6 +201,7 @@ class TapedRun:
         self.steps.append(step)
         self.ends.append(end)
         self.lines.append(str(segment))
+        self.issued += len(self.pending)
         self.pending = []
         self.has_segments = True
 

@@ -1,4 +1,4 @@
-"""Collectives of torch's symmetric memory as CUDA plans issue them, on simulated GPUs that model torch's kernels."""
+"""Collectives by symmetric memory as CUDA plans issue them, on simulated GPUs that model the kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from examples import patterns
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
 from hostir.job.groups import Groups
-from hostir.job.offers import WORKSPACE
+from hostir.job.offers import SLOTS, WORKSPACE
+from hostir.kernels import low_latency
 from hostir.machines.cuda import implementations
 from hostir.machines.cuda.graphs import uniform_only
 from hostir.machines.cuda.implementations import SymmetricCollectives
@@ -116,9 +117,49 @@ class Kernels:
         self.barrier()
 
 
+class LowLatencyModel:
+    """Models hostir's kernel for sums: it sends to one peer after another, and takes each part once all of it came."""
+
+    def __init__(
+        self, device: torch.device, rank: int, slots: list[torch.Tensor], calls: torch.Tensor, scatters: bool
+    ) -> None:
+        ranks = len(slots)
+        self.rank, self.calls, self.scatters = rank, calls, scatters
+        self.slots = [x[: x.numel() // (2 * ranks) * 2 * ranks].view(torch.int32).view(2, ranks, -1) for x in slots]
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        gpu, ranks, size = Gpus.here.current, range(len(self.slots)), out.numel()
+        parts = [x.view(-1)[rank * size :] if self.scatters else x.view(-1) for rank in ranks]
+        taken: dict[int, torch.Tensor] = {}
+
+        def slot(at: int, source: int) -> torch.Tensor:
+            return self.slots[at][int(self.calls[0]) % 2, source, :size]
+
+        def send(peer: int) -> None:
+            assert not slot(peer, self.rank).any(), "the peer still needs what is in the slot"
+            slot(peer, self.rank).copy_(~parts[peer][:size].view(torch.int32))
+
+        def take(peer: int) -> None:
+            taken[peer] = (~slot(self.rank, peer)).view(torch.float32)
+            slot(self.rank, peer).zero_()
+
+        def add_up() -> None:
+            taken[self.rank] = parts[self.rank][:size]
+            out.view(-1).copy_(sum(taken[rank] for rank in ranks))
+            self.calls += 1
+
+        others = [peer for peer in ranks if peer != self.rank]
+        for peer in others:
+            gpu.add(partial(send, peer))
+        for peer in others:
+            gpu.add(partial(take, peer), lambda peer=peer: bool(slot(self.rank, peer).all()))
+        gpu.add(add_up)
+
+
 @pytest.fixture(autouse=True)
 def torchs_kernels(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace torch's operators and copies by the models."""
+    """Replace torch's operators and copies, and hostir's kernel, by the models."""
+    monkeypatch.setattr(low_latency, "LowLatencySum", LowLatencyModel)
     original = SymmetricCollectives.__init__
 
     def init(self: SymmetricCollectives, context: Any, memory: Any, all_ranks: Any) -> None:
@@ -149,9 +190,9 @@ def gathered(ranks: int, dtype: str = "f32") -> Program:
     return program(ranks, body, f"{dtype}[{ranks}@didx, 3]", f"{dtype}[{ranks}, 3]")
 
 
-def scattered(ranks: int) -> Program:
+def scattered(ranks: int, by: str = "one_shot") -> Program:
     y = f"f32[{ranks}@didx, 8]"
-    body = f"%y: {y} = allocate\n%h = reduce_scatter %x -> %y over didx by one_shot\nwait %h"
+    body = f"%y: {y} = allocate\n%h = reduce_scatter %x -> %y over didx by {by}\nwait %h"
     return program(ranks, body, f"f32[{ranks}, 8] partial(didx)", y)
 
 
@@ -159,9 +200,10 @@ def scattered(ranks: int) -> Program:
 @pytest.mark.parametrize(
     "text",
     [
-        *(reduced(by, ranks) for by in ("one_shot", "two_shot") for ranks in (2, 3, 4)),
+        *(reduced(by, ranks) for by in ("low_latency", "one_shot", "two_shot") for ranks in (2, 3, 4)),
         *(gathered(ranks) for ranks in (2, 3, 4)),
         *(scattered(ranks) for ranks in (2, 4)),
+        *(scattered(ranks, "low_latency") for ranks in (2, 3, 4)),
     ],
     ids=lambda p: f"{p.body[1].keyword()} by {p.body[1].by} {p.ranks}",
 )
@@ -197,7 +239,7 @@ def slices(by: str = "one_shot") -> Program:
 
 
 @pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("by", ["one_shot", "two_shot"])
+@pytest.mark.parametrize("by", ["low_latency", "one_shot", "two_shot"])
 def test_collectives_on_several_streams_run_one_after_another(
     by: str, seed: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,7 +265,26 @@ wait %g"""
     assert plan.memory.offers[0].buffers[0].place == WORKSPACE, "torch's operators need one offset on all ranks"
 
 
-@pytest.mark.parametrize("by", ["one_shot", "two_shot"])
+def test_the_slots_have_room_for_the_largest_sum_twice_for_each_rank(
+    gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = """%s: f32[2@didx, 64] = allocate
+%h = reduce_scatter %x -> %s over didx by low_latency
+wait %h
+%y: f32[2, 64] = allocate
+%g = allgather %s -> %y over didx by copy_engine
+wait %g"""
+    text = program(2, body, "f32[2, 64] partial(didx)", "f32[2, 64]")
+    for seed in range(8):
+        check_calls(text, gpus, seed, monkeypatch)
+    assert [unroll(text, rank, {}).memory[1] for rank in range(2)] == [2 * 2 * 256 + 256] * 2
+    (plan, _) = plans(gpus, text, [[torch.rand(2, 64)]] * 2, monkeypatch)
+    assert plan.memory is not None
+    assert plan.memory.flat[SLOTS, 0].numel() == 2 * 2 * 64
+    assert plan.memory.offers[0].buffers[0].place == WORKSPACE, "torch's operators need one offset on all ranks"
+
+
+@pytest.mark.parametrize("by", ["low_latency", "one_shot", "two_shot"])
 def test_a_collective_may_run_in_place(by: str, gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     body = f"""%y: f32[6, 8] = allocate
 %p = as_partial %y over didx
@@ -455,7 +516,7 @@ def test_a_collective_starts_after_earlier_collectives_of_nccl(
 
 
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("text", [slices(), reduced("two_shot", 3), gathered(2)])
+@pytest.mark.parametrize("text", [slices(), reduced("two_shot", 3), reduced("low_latency", 3), gathered(2)])
 def test_kernels_that_wait_for_a_lost_call_end_and_later_calls_are_right(
     text: Program, seed: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch, impatient: None
 ) -> None:
