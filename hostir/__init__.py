@@ -126,7 +126,8 @@ def lower(
             and `push` replace an all-gather, reduce-scatter or all-reduce of a matmul's rows by copies, and cut the
             rows into blocks. In an all-gather with `ring`, a rank copies from one peer after another, and multiplies
             each shard. With `fused` and `push`, every rank copies its shard to all other ranks, and one matmul computes
-            each shard when the shard has arrived. In `fused`, copy engines copy. In `push`, a few SMs copy.
+            each shard when the shard has arrived. In `fused`, copy engines copy. In `push`, a few SMs copy. With
+            `chain`, the matmul of a rank adds to the rows of a reduce-scatter that the rank before it has computed.
             `sequential by low_latency`, `sequential by one_shot`, `sequential by two_shot` and `sequential by
             copy_engine` are `sequential` with collectives by symmetric memory instead of NCCL. `auto` takes the fastest
             strategy, as `compile` does.

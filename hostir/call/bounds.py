@@ -11,8 +11,8 @@ the same inputs. The allowed error is
 - s accounts for the sums over ranks. Rounding errors are independent, so their squares add up. Every sum over R ranks
   adds to s the squared error of its roundings, in units of the squared error of one rounding of the result. A sum that
   is computed in f32, as on the CPU, rounds each partial sum to the dtype, and adds 1 to s. NCCL's ring also rounds the
-  sum of the first j partial sums, for every j. Such a sum has the size sqrt(j/R), relative to the result. So NCCL adds
-  (R + 1) / 2 to s.
+  sum of the first j partial sums, for every j, and so does a chain of matmuls (`hostir.lower.chain`). Such a sum has
+  the size sqrt(j/R), relative to the result. So both add (R + 1) / 2 to s.
 
 If a program computes only in f64, the reference is as inexact as the results. It is then mostly equal to the plain
 computation, bit for bit. The slack then has 64 units of f64 instead of half a unit of f32. The errors of sums of 16,000
@@ -36,7 +36,9 @@ from math import isfinite, sqrt
 
 import torch
 
+from hostir.ir.host_ops import AsPartial
 from hostir.ir.program import Program
+from hostir.ir.tensor_ops import Matmul
 from hostir.ir.types import INTEGERS
 from hostir.kernels.dtypes import torch_dtype
 
@@ -84,7 +86,11 @@ def reductions(program: Program, *, ring: bool = False) -> float:
     The module's docstring explains `s`. Its unit is the square of one rounding error. `ring` is True if NCCL computes
     the sums in the program's dtypes, from rank to rank.
     """
-    return sum((s.addends + 1) / 2 if ring and s.collective else 1 for s in program.walk() if s.addends)
+    body = [*program.walk()]
+    sums = sum((s.addends + 1) / 2 if ring and s.collective else 1 for s in body if s.addends)
+    chains = {s.out.name: s.shares for s in body if isinstance(s, AsPartial) and s.shares}
+    ends = [s.addend.name for s in body if isinstance(s, Matmul) and s.addend is not None]
+    return sums + sum((chains[name] + 1) / 2 for name in ends if name in chains)
 
 
 def bound(

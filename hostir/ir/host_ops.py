@@ -26,7 +26,7 @@ from hostir.ir.op import (
 )
 from hostir.ir.sharding import refine
 from hostir.ir.sizes import Division, Size, product
-from hostir.ir.types import Axis, Kind, TensorType
+from hostir.ir.types import Axis, Factor, Kind, TensorType
 from hostir.ir.view_ops import ViewStatement
 
 if TYPE_CHECKING:
@@ -185,6 +185,8 @@ class Chunk(ViewStatement):
 class AsPartial(ViewStatement):
     """A view with the type of a partial sum: each rank's buffer is one term. An in-place allreduce needs such a view.
 
+    If an axis of `x` is sharded over the mesh axis `over`, each rank's part of `x` is its term.
+
     Example: %p: f32[16, 32] partial(didx) = as_partial %x: f32[16, 32] over didx
     """
 
@@ -196,7 +198,19 @@ class AsPartial(ViewStatement):
         type = self.x.tensor
         if type.mesh is None or self.over not in type.mesh.axes or self.over in type.partial:
             raise self.fail(f"{self.x} cannot hold partial sums over '{self.over}'", expected="an axis of its mesh")
-        return replace(type, partial=tuple(sorted((*type.partial, self.over))))
+        axes = [self._local(type, axis) if self.over in axis.marks else axis for axis in type.axes]
+        return replace(type.with_axes(axes), partial=tuple(sorted((*type.partial, self.over))))
+
+    @property
+    def shares(self) -> int:
+        """The number of ranks that each hold a part of `x` as their term; 0 if `x` is not sharded over `over`."""
+        type = self.x.tensor
+        sharded = type.mesh is not None and any(self.over in axis.marks for axis in type.axes)
+        return type.mesh.size(self.over) if type.mesh is not None and sharded else 0
+
+    def _local(self, type: TensorType, axis: Axis) -> Axis:
+        """Return an axis that is sharded over `over`, as a rank holds it."""
+        return Axis(tuple(Factor(type.local_factor(f)) if f.on == self.over else f for f in axis.factors)).normal()
 
     def verify(self) -> None:
         self.infer()

@@ -13,7 +13,7 @@ get a rank's products after barriers. Here the rank puts its products, and a fla
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from hostir.ir.comm_ops import AllGather, AllReduce, ReduceScatter
@@ -70,9 +70,12 @@ class Ring(Pass):
         host.apart |= {s.out.name for s in rows.reduces}
         scales = rows.scales
         pools = [_pool(s, self.streams) for s in rows.moves]
-        steps = [*schedule(host.program.body, _groups(rows))]
+        chained = self.chained(rows)
+        steps = [*schedule(host.program.body, [*chained, *_groups(rows, chained)])]
         for n, step in enumerate(steps):
-            if isinstance(step, AllGather) and step in scales:
+            if isinstance(step, SlicedGroup) and step in chained:
+                pools.append(self.build_chain(host, step))
+            elif isinstance(step, AllGather) and step in scales:
                 send_scales(host, step)
             elif isinstance(step, SlicedGroup):
                 first = step.statements[0]
@@ -85,6 +88,14 @@ class Ring(Pass):
             else:
                 host.add_unsliced(step)
         return host.finished(max(pools, default=0))
+
+    def chained(self, rows: RowCollectives) -> list[SlicedGroup]:
+        """Return a group for each reduce_scatter that `build_chain` lowers, with its product; `ring` has none."""
+        return []
+
+    def build_chain(self, host: Host, group: SlicedGroup) -> int:
+        """Append the statements of a group from `chained`; return the number of worker streams."""
+        raise AssertionError(self.name)
 
     def _joined_after(self, steps: Iterable[Statement | SlicedGroup], group: SlicedGroup) -> bool:
         """Return True if a later group makes the caller's stream wait for all worker streams of this group."""
@@ -99,19 +110,23 @@ def _pool(s: RowCollective, streams: int) -> int:
     return min(streams, s.mesh.size(s.over) - 1)
 
 
-def _groups(rows: RowCollectives) -> list[SlicedGroup]:
+def _groups(rows: RowCollectives, chained: Sequence[SlicedGroup]) -> list[SlicedGroup]:
     """Return a group for each collective, with the computations that can run on the rows of one rank at a time.
+
+    Statements of the groups in `chained` are left out.
 
     A reduce_scatter joins the group of an allgather under two conditions: the group computes the rows to scatter, and
     both collectives divide the rows among the ranks in the same way.
     """
     after = _after(rows)
     groups: list[SlicedGroup] = []
-    taken: set[str] = set()
+    taken = {result_of(s).name for group in chained for s in group.statements}
     for gather in rows.gathers:
         groups.append(_computed_from(gather, rows, after, taken))
         taken |= {result_of(s).name for s in groups[-1].statements}
     for scatter in rows.scatters:
+        if scatter.out.name in taken:
+            continue
         place = shard_place(scatter)
         group = next((g for g in groups if g.places.get(scatter.x.name) == place and _alike(g, scatter)), SlicedGroup())
         if not group.statements:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from hostir.ir.comm_ops import AllReduce, ReduceScatter
-from hostir.ir.host_ops import Chunk, For, Select, SetStream
+from hostir.ir.host_ops import AsPartial, Chunk, For, Select, SetStream
 from hostir.ir.onesided_ops import WaitSignal
 from hostir.ir.op import Bin, Expr, Lit, Ref, Statement, Value
 from hostir.ir.sizes import ONE, Size, product
@@ -393,7 +393,7 @@ def one_of(host: Host, value: Value, axis: int, index: Ref, count: Size, views: 
     return add_view(Select(value, name, index, axis, span=value.span), views)
 
 
-def add_view(view: Select | Chunk, views: list[ViewStatement]) -> Value:
+def add_view(view: Select | Chunk | AsPartial, views: list[ViewStatement]) -> Value:
     """Give the result of a view statement the inferred type; append the statement to `views`, and return its result."""
     views.append(replace(view, out=replace(view.out, type=view.infer())))
     return views[-1].out

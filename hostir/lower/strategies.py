@@ -19,6 +19,7 @@ from hostir.ir.op import Phase
 from hostir.ir.program import Program
 from hostir.ir.source import UNCHECKED, HostIRError, check_known, described, error, user_span, warn_once
 from hostir.lower import Pass
+from hostir.lower.chain import Chain
 from hostir.lower.finish import AssignStreams, FreeBuffers, MakeDense, Stagger, Tidy
 from hostir.lower.fused import Fused, Push
 from hostir.lower.pipeline import Pipeline, Sequential
@@ -47,6 +48,7 @@ STRATEGIES: dict[str, Strategy] = {
     "sequential": Strategy(lambda _: (*EXPLICIT, Sequential(), *FINISH)),
     "pipeline": Strategy(lambda n: (*EXPLICIT, Pipeline(), AssignStreams(n), Stagger(), *FINISH), (2, 4)),
     "ring": Strategy(lambda n: (*EXPLICIT, Ring(n), *FINISH), (2, 4)),
+    "chain": Strategy(lambda n: (*EXPLICIT, Chain(n), *FINISH), (2, 4)),
     "fused": Strategy(lambda n: (*EXPLICIT, Fused(n), *FINISH), (1, 2)),
     "push": Strategy(lambda _: (*EXPLICIT, Push(), *FINISH)),
 }

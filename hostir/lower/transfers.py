@@ -141,7 +141,11 @@ class Transfers:
 
     def signal(self, blocks: Blocks, to: Expr) -> Signal:
         """Return the statement that signals to the rank at position `to` that a block has arrived."""
-        return Signal(self.flags, blocks.flag, ARRIVED, to, self.team.over, span=self.span)
+        return self.signal_flag(blocks.flag, to)
+
+    def signal_flag(self, flag: Expr, to: Expr) -> Signal:
+        """Return the statement that sets a flag of the rank at position `to`."""
+        return Signal(self.flags, flag, ARRIVED, to, self.team.over, span=self.span)
 
     def once(self, blocks: Blocks) -> tuple[ViewStatement, ...]:
         """Return the view statements that run once, before all turns. Return () if the views differ between blocks."""

@@ -49,7 +49,7 @@ def test_every_drawn_program_can_be_lowered_and_is_small_enough() -> None:
 def test_draws_cover_all_options() -> None:
     drawn = [(ranks, config) for ranks, config in configs()]
     assert {(c.strategy, c.kernels) for _, c in drawn} == {
-        (s, k) for s in ("ring", "fused", "push", cases.LOW_LATENCY) for k in ("aten", "triton")
+        (s, k) for s in ("ring", "fused", "push", cases.LOW_LATENCY, "chain") for k in ("aten", "triton")
     }
     assert {c.dtype for _, c in drawn} == {"bf16", "f16", "f32"}
     assert {c.slices for _, c in drawn} == {1, 2, 3}

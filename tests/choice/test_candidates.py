@@ -34,10 +34,11 @@ def reasons(fusion: hi.Fusion, platform: Platform = H200X4) -> dict[str, str]:
 
 def test_an_allgather_of_rows_can_run_with_every_strategy() -> None:
     candidates = candidates_of(patterns.allgather_matmul(S=4).program(), H200X4, for_testing=True)
-    assert {c.strategy for c in candidates.programs} == {*STRATEGIES, "sequential by copy_engine"}
+    assert {c.strategy for c in candidates.programs} == {*STRATEGIES, "sequential by copy_engine"} - {"chain"}
     assert {c.streams for c in candidates.programs if c.strategy == "pipeline"} == {2, 4}
     assert {c.kernels for c in candidates.programs} == {"cublas", "triton"}
-    assert candidates.impossible == candidates.not_overlapped == ()
+    assert [(it.candidate.strategy, it.warn) for it in candidates.impossible] == [("chain", False)] * 2
+    assert candidates.not_overlapped == ()
     for candidate, program in candidates.programs.items():
         assert program == hi.lower(patterns.allgather_matmul(S=4), candidate.strategy, candidate.streams)
 
@@ -70,12 +71,12 @@ def test_the_reason_is_the_refusal_of_the_lowering() -> None:
     assert "handles only allgathers and reduce_scatters of rows, and allreduces" in refusals["fused"]
     assert strategies(patterns.alltoall()) == {"sequential"}
     named = {"sequential by low_latency", "sequential by one_shot", "sequential by two_shot"}
-    assert strategies(patterns.row_parallel()) == {"sequential", "pipeline", "ring", "fused", "push", *named}
+    assert strategies(patterns.row_parallel()) == {"sequential", "pipeline", "ring", "chain", "fused", "push", *named}
 
 
 def test_a_fusion_without_communication_has_only_the_sequential_candidate() -> None:
     assert strategies(patterns.no_communication()) == {"sequential"}
-    assert set(reasons(patterns.no_communication())) == {"pipeline", "ring", "fused", "push"}
+    assert set(reasons(patterns.no_communication())) == {"pipeline", "ring", "chain", "fused", "push"}
     assert set(reasons(patterns.no_communication()).values()) == {"no communication to overlap"}
 
 
@@ -97,7 +98,7 @@ def test_without_peer_access_only_candidates_with_collectives_remain(change: Map
     candidates = candidates_of(patterns.allgather_matmul().program(), replace(GPUS, **change))
     assert {c.strategy for c in candidates.programs} == {"sequential", "pipeline"}
     assert not any(shares_memory(p) for p in candidates.programs.values())
-    impossible = {"ring", "fused", "push", "sequential by copy_engine"}
+    impossible = {"ring", "chain", "fused", "push", "sequential by copy_engine"}
     assert {it.candidate.strategy for it in candidates.impossible} == impossible
     assert all(reason in it.reason and it.warn for it in candidates.impossible)
 

@@ -128,7 +128,7 @@ def test_on_a_cpu_each_fusion_warns_once_with_the_reasons(monkeypatch: pytest.Mo
     with pytest.warns(hi.FallbackWarning, match="runs '.*for testing") as warned:
         choice = choose(fusion, machine="gloo")
     assert len(warned) == len(choice.fallbacks) == 1
-    assert choice.fallbacks[0].startswith("ring, fused and push are not possible here: ")
+    assert choice.fallbacks[0].startswith("ring, chain, fused and push are not possible here: ")
     assert all(Path(one.filename) == Path(__file__) for one in warned)  # the user's line, not one in hostir
     with warnings.catch_warnings():
         warnings.simplefilter("error")

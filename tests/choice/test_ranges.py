@@ -287,7 +287,7 @@ def test_on_a_cpu_each_warning_is_for_all_ranges(monkeypatch: pytest.MonkeyPatch
         every = ranges.agreed_ranges(layer().program(), {}, None, "gloo", "out")
     reasons = [str(each.message).splitlines()[0] for each in warned]
     assert len(reasons) == 2
-    assert any("ring, fused and push are not possible here: for testing" in reason for reason in reasons)
+    assert any("ring, chain, fused and push are not possible here: for testing" in reason for reason in reasons)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert [it.choice.strategy for it in every.ranges] == ["sequential"]

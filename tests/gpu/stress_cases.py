@@ -78,10 +78,17 @@ class Config:
         """True if its matmul is a kernel that holds SMs while it waits for peers."""
         return self.strategy in ("fused", "push") and self.kernels == "triton"
 
-    def sums_by_low_latency(self, ranks: int) -> bool:
-        """Return True if it sums over all ranks, and its rows of any number are multiples of 16 bytes."""
+    def suits_strategy(self, ranks: int) -> bool:
+        """Return True if its strategy can lower it.
+
+        `chain` scatters the rows of products, which may be in any number of pieces. A sum by low latency is over all
+        ranks, and its rows are multiples of 16 bytes.
+        """
+        if self.strategy == "chain":
+            return self.scattered and bool(self.products) and all(m % 2 == 0 for m in self.rows)
         widths = [product.columns for product in self.products] or [self.depth]
-        return self.reduced and self.mesh == tuple(range(ranks)) and all(width % 8 == 0 for width in widths)
+        even = self.reduced and self.mesh == tuple(range(ranks)) and all(width % 8 == 0 for width in widths)
+        return even or self.strategy != LOW_LATENCY
 
     def shape(self, last: str, mark: str = "") -> str:
         m = "M" if len(set(self.rows)) > 1 else str(self.rows[0])
@@ -110,7 +117,7 @@ class Config:
         """Return the host program."""
         sizes = {"blocks": {"extra_bytes": 1 << 40}, "two": {"extra_bytes": -1}}.get(self.steps)
         if sizes is None:
-            return lower(self.fusion(), self.strategy)
+            return lower(self.fusion(), self.strategy, 2)
         steps = AllReduceSteps(**sizes, min_rows=1, min_bytes=1)
         form = Fused(2, steps=steps) if self.strategy == "fused" else Push(steps)
         return run_passes(self.fusion(), [*EXPLICIT, form, *FINISH])
@@ -191,10 +198,11 @@ def pool(
     """Return configurations of all strategies and kernels, the same on every rank."""
     random = Random(f"pool {seed}")
     pairs = [(strategy, kernel) for kernel in kernels for strategy in ("ring", "fused", "push", LOW_LATENCY)]
+    pairs += [("chain", kernel) for kernel in kernels if mode != "allreduces"]
     configs: list[Config] = []
     while len(configs) < size:
         config = _config(random, ranks, *pairs[len(configs) % len(pairs)])
-        if config.strategy == LOW_LATENCY and not config.sums_by_low_latency(ranks):
+        if not config.suits_strategy(ranks):
             continue
         if mode != "allreduces" or (config.reduced and not config.scattered):
             configs.append(config)

@@ -31,6 +31,7 @@ LOWERED = {
     "sequential by two_shot": ["row_parallel"],
     "sequential by copy_engine": ["allgather_matmul"],
     "pipeline": [*EVERY, *EXPERTS, "mlp", "allgather_matmul_rows", "weight_gathered"],
+    "chain": ["row_parallel_scattered", "mlp", "attention_output"],
     "ring": [*EVERY, *SCALED, *EXPERTS, "mlp", "all_gather", "all_reduce"],
     "fused": [*EVERY, *SCALED, "mlp", "allgather_matmul_rows", "expert_mlp"],
     "push": [*EVERY, *SCALED, "mlp"],

@@ -59,7 +59,7 @@ def test_lowering_adds_dense_only_for_inputs_that_a_collective_or_a_copy_to_a_pe
     for pattern in PATTERNS:
         for _, p in lowered(pattern, RANKS):
             dense.setdefault(p.name, []).append([str(s.x) for s in p.walk() if isinstance(s, Dense)])
-    assert dense["allgather_matmul"] == [["%a"], ["%a"], [], ["%a"], ["%a"]]  # `ring` copies within the rank
+    assert dense["allgather_matmul"] == [["%a"], ["%a"], [], [], ["%a"], ["%a"]]  # `ring` and `chain` copy in the rank
     assert not any(dense["row_parallel"] + dense["no_communication"])
     assert dense["gather"] == [["%x"], ["%x"]]
 
