@@ -7,6 +7,9 @@ a block, copy engines fetch the next piece.
 
 This is the reduce-scatter of a ring as NCCL and others have it, with the addition in the epilogue of the matmul. Each
 addition rounds to the dtype of the rows, as it does in NCCL.
+
+An allreduce is a reduce_scatter and an allgather. If nothing comes between the two, they form one chain: as soon as a
+rank has the sums of a piece, all ranks fetch them, while the rank computes its next piece.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from dataclasses import dataclass, replace
 
 from hostir.ir.comm_ops import ReduceScatter
 from hostir.ir.host_ops import AsPartial, Chunk, For, Select, SetStream, Synchronize
+from hostir.ir.onesided_ops import Signal, WaitSignal
 from hostir.ir.op import Bin, Expr, Lit, Ref, Statement, Value
 from hostir.ir.program import Program
 from hostir.ir.sizes import Size
@@ -28,7 +32,7 @@ from hostir.lower.ring import Ring
 from hostir.lower.rows import RowCollectives, by_columns, long_axes, piece_axis, shard_place, users
 from hostir.lower.scatters import add_view
 from hostir.lower.slices import SlicedGroup, operand_places, why_not
-from hostir.lower.transfers import Transfers
+from hostir.lower.transfers import ARRIVED, Transfers
 
 
 @dataclass(frozen=True)
@@ -43,13 +47,20 @@ class Chain(Ring):
     name = "chain"
 
     def chained(self, rows: RowCollectives) -> list[SlicedGroup]:
-        return [SlicedGroup([product, s]) for s in rows.scatters if (product := _product(rows.program, s))]
+        groups: list[SlicedGroup] = []
+        for s in rows.scatters:
+            if (product := _product(rows.program, s)) is not None:
+                after: list[Statement] = users(rows.program, s.out)
+                regathers = [g for g in rows.gathers if g in after and g.out.name in rows.regathered]
+                alone = len(regathers) == len(after) and s.out not in rows.program.outputs
+                groups.append(SlicedGroup([product, s, *(regathers if alone else ())]))
+        return groups
 
     def build_chain(self, host: Host, group: SlicedGroup) -> int:
-        product, scatter = group.statements
+        product, scatter, *gathers = group.statements
         assert isinstance(product, Matmul | Linear)
         assert isinstance(scatter, ReduceScatter)
-        return Links(host, scatter, product, self.streams).build()
+        return Links(host, scatter, product, result_of(gathers[0]) if gathers else None, self.streams).build()
 
 
 def _product(program: Program, s: ReduceScatter) -> Matmul | Linear | None:
@@ -72,23 +83,28 @@ class Links:
         host: the host program.
         s: the reduce_scatter.
         product: the matmul that makes its rows.
+        full: the tensor in which all ranks want all sums; None if each rank only wants its rows of them.
         streams: the most pieces of a block, each of which is fetched on a separate worker stream.
     """
 
-    def __init__(self, host: Host, s: ReduceScatter, product: Matmul | Linear, streams: int) -> None:
+    def __init__(
+        self, host: Host, s: ReduceScatter, product: Matmul | Linear, full: Value | None, streams: int
+    ) -> None:
         self.host, self.scatter, self.product = host, s, product
         self.a = host.values[product.a.name]
         self.team = host.team(s, self.a)
         self.axis = shard_place(s).axis
         self.pieces, self.cut = _pieces(s, streams)
-        self.out = host.destination(s.out)
+        self.full = None if full is None else host.destination(full)
+        self.out = replace(s.out, type=s.out.tensor.host()) if full is not None else host.destination(s.out)
         self.b = self.right_side()
         self.steps = self.team.ranks - 1  # before the last step
-        views: list[ViewStatement] = []
-        local = self.partial(self.out, views).tensor
-        room = local.with_axes([Axis.of(self.steps), *local.axes])
-        buffer = Value(host.names.fresh(f"{s.out.name}_begun"), room, s.span)
+        local = self.partial(self.out, []).tensor
+        slots = self.steps if full is None else self.steps + 1
+        buffer = Value(host.names.fresh(f"{s.out.name}_begun"), local.with_axes([Axis.of(slots), *local.axes]), s.span)
         self.transfers = Transfers(host, s, buffer, flags=Size(self.steps * self.pieces))
+        if full is not None:
+            self.summed = self.transfers.row(f"{full.name}_summed", Size(self.team.ranks * self.pieces))
 
     def build(self) -> int:
         """Append all statements to the host program; return the number of worker streams."""
@@ -101,20 +117,21 @@ class Links:
         if self.steps > 1:
             body.append(self.step(Lit(self.steps - 1)))
         body.append(self.last_step())
+        if self.full is not None:
+            worker = host.index("s")
+            body += [SetStream(host.user), For(worker.value, Size(self.pieces), (Synchronize(worker),))]
         return self.pieces
 
     def step(self, step: Expr) -> For:
         """Return the loop of a step before the last one: its products, and the copies that the next step needs."""
         host, transfers, piece = self.host, self.transfers, self.host.index("i")
         views: list[ViewStatement] = []
-        slot = add_view(Select(transfers.buffer, self.named("slot"), step, span=self.scatter.span), views)
-        target = self.piece(slot, "begun", piece, views)
+        target = self.slot(step, "begun", piece, views)
         if step == Lit(self.steps - 1):
             fetched = self.own(piece, views)
         else:
-            following = Select(transfers.buffer, self.named("next"), _sum(step, 1), span=self.scatter.span)
-            fetched = self.piece(add_view(following, views), "fetched", piece, views)
-        flag = piece if step == Lit(0) else Bin("+", Bin("*", step, Lit(self.pieces)), piece)
+            fetched = self.slot(_sum(step, 1), "fetched", piece, views)
+        flag = piece if step == Lit(0) else self.flag(step, piece)
         block = self.team.peer(_sum(step, self.team.ranks - 1, -1))
         after, before = self.team.peer(Lit(1)), self.team.peer(Lit(self.team.ranks - 1))
         statements = (
@@ -129,12 +146,44 @@ class Links:
         """Return the loop of the last step: the products of this rank's block, which finish the sums."""
         piece, views = self.host.index("i"), list[ViewStatement]()
         target = self.own(piece, views)
-        statements = tuple(self.multiplied(self.team.rank, piece, target, views, adds=True))
-        return For(piece.value, Size(self.pieces), statements, span=self.scatter.span)
+        statements = [*self.multiplied(self.team.rank, piece, target, views, adds=True)]
+        if self.full is not None:
+            statements += self.gathered(piece, target, self.full)
+        return For(piece.value, Size(self.pieces), tuple(statements), span=self.scatter.span)
 
     def own(self, piece: Ref, views: list[ViewStatement]) -> Value:
-        """Return a view of a piece of the result as partial sums; append its views to `views`."""
+        """Return the memory for a piece of this rank's sums, seen as partial sums; append its views to `views`."""
+        if self.full is not None:
+            return self.slot(Lit(self.steps), "sums", piece, views)
         return self.partial(self.piece(self.out, "rows", piece, views), views)
+
+    def gathered(self, piece: Ref, sums: Value, full: Value) -> Iterator[Statement]:
+        """Yield the statements by which each rank tells the others that it has the sums of a piece, and gets theirs."""
+        host, team, span, offset = self.host, self.team, self.scatter.span, self.host.index("j")
+        others = Size(team.ranks - 1)
+        yield from (SetStream(piece), Synchronize(host.user))
+        after = team.peer(Bin("+", offset, Lit(1)))
+        tell = Signal(self.summed, self.flag(team.rank, piece), ARRIVED, after, team.over, span=span)
+        yield For(offset.value, others, (tell,), span=span)
+        for peer in (after, team.rank):
+            views: list[ViewStatement] = []
+            place = Chunk(full, self.named("block"), peer, Size(team.ranks), self.axis, span=span)
+            target = self.piece(add_view(place, views), "gathered", piece, views)
+            get = self.transfers.get(sums, target, peer)
+            if peer is team.rank:
+                yield from (*views, get)
+            else:
+                wait = WaitSignal(self.summed, self.flag(peer, piece), ARRIVED, span=span)
+                yield For(offset.value, others, (wait, *views, get), span=span)
+
+    def flag(self, number: Expr, piece: Ref) -> Expr:
+        """Return the number of the flag for a piece, with `number` flags for each piece before it."""
+        return Bin("+", number if self.pieces == 1 else Bin("*", number, Lit(self.pieces)), piece)
+
+    def slot(self, number: Expr, name: str, piece: Ref, views: list[ViewStatement]) -> Value:
+        """Return a view of a piece in a slot of the symmetric buffer; append its views to `views`."""
+        slot = Select(self.transfers.buffer, self.named("slot"), number, span=self.scatter.span)
+        return self.piece(add_view(slot, views), name, piece, views)
 
     def multiplied(
         self, block: Expr, piece: Ref, target: Value, views: list[ViewStatement], *, adds: bool

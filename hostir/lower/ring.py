@@ -122,6 +122,8 @@ def _groups(rows: RowCollectives, chained: Sequence[SlicedGroup]) -> list[Sliced
     groups: list[SlicedGroup] = []
     taken = {result_of(s).name for group in chained for s in group.statements}
     for gather in rows.gathers:
+        if gather.out.name in taken:
+            continue
         groups.append(_computed_from(gather, rows, after, taken))
         taken |= {result_of(s).name for s in groups[-1].statements}
     for scatter in rows.scatters:

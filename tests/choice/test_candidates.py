@@ -37,7 +37,7 @@ def test_an_allgather_of_rows_can_run_with_every_strategy() -> None:
     assert {c.strategy for c in candidates.programs} == {*STRATEGIES, "sequential by copy_engine"} - {"chain"}
     assert {c.streams for c in candidates.programs if c.strategy == "pipeline"} == {2, 4}
     assert {c.kernels for c in candidates.programs} == {"cublas", "triton"}
-    assert [(it.candidate.strategy, it.warn) for it in candidates.impossible] == [("chain", False)] * 2
+    assert [(it.candidate.strategy, it.warn) for it in candidates.impossible] == [("chain", False)]
     assert candidates.not_overlapped == ()
     for candidate, program in candidates.programs.items():
         assert program == hi.lower(patterns.allgather_matmul(S=4), candidate.strategy, candidate.streams)

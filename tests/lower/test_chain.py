@@ -10,7 +10,7 @@ import torch
 
 import hostir as hi
 from examples import patterns
-from hostir.ir.onesided_ops import Get
+from hostir.ir.onesided_ops import Barrier, Get
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
 from hostir.ir.tensor_ops import Matmul, Sum
@@ -47,6 +47,16 @@ def test_the_last_product_of_a_block_finishes_its_sum(ranks: int, streams: int) 
     assert adding(program) == [False, *[True] * min(ranks - 1, 3)]
     assert program.streams == streams
     assert_correct(fusion, program, range(4))
+
+
+@pytest.mark.parametrize("streams", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5])
+def test_in_an_allreduce_all_ranks_get_the_sums_of_each_piece(ranks: int, streams: int) -> None:
+    fusion = patterns.row_parallel(ranks=ranks, S=1, M=8 * ranks, K=4 * ranks, N=6).program()
+    program = hi.lower(fusion, "chain", streams=streams)
+    assert adding(program) == [False, *[True] * min(ranks - 1, 3)]
+    assert sum(isinstance(s, Barrier) for s in program.walk()) == 0, "flags order the calls"
+    assert_correct(fusion, program, range(6))
 
 
 @pytest.mark.parametrize("form", ["matmul", "linear"])
@@ -95,7 +105,7 @@ def test_random_fusions_are_right_in_every_order(first: int, testrun_uid: str) -
     lowered = 0
     for seed in range(first, first + 20):
         random = Random(f"{testrun_uid} {seed}")
-        fusion = scattered(random.choice((2, 3, 4)), random.randrange(1 << 30))
+        fusion = scattered(random.choice((2, 3, 4)), random.randrange(1 << 30), to_all=random.random() < 0.4)
         program = hi.lower(fusion, "chain", streams=random.choice((1, 2, 3)))
         lowered += True in adding(program)
         assert_correct(fusion, program, range(2))
