@@ -12,26 +12,35 @@ because each replay of a CUDA graph passes the same arguments.
 
 No element needs an order relative to another element. So the kernel needs neither fences nor flags, each of which would
 cost another trip over the link. NCCL's protocol LL rests on the same idea, but sends a flag with every four bytes.
+
+The kernel can also compute what follows a sum in a transformer: it adds a residual, normalizes the rows, and quantizes
+them. A program then sums complete rows. It rounds where separate kernels would store, so the results are the same up to
+the order in which a norm adds up squares.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from hostir.kernels.aten import FP8, LEAST_SCALE
 from hostir.kernels.devices import INTERPRETED, Compiled, bind_thread, launching, limits, only_loads
 from hostir.kernels.flags.signals import loaded
 from hostir.kernels.matmul.conversions import from_float32, to_float32
+from hostir.kernels.norm import reciprocal_rms
+from hostir.kernels.quantize import limited_quotient, magnitude, scale_of
 
 FLOATS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 BITS = {2: torch.int16, 4: torch.int32}  # integers, by the bytes of an element
 PROGRAMS = 128  # the most programs, each on its own SM: they must run at the same time, because they wait for peers
 VECTOR = 16  # bytes that a thread moves at a time
 BLOCKS = 512, 16 << 10  # the least and the most bytes of a block
-MAX_WARPS = 16
+MAX_WARPS, LONGEST = 16, 8192  # a longer row gets twice the warps, so that registers hold it
 
 
 @triton.jit
@@ -52,38 +61,90 @@ def _receive(slot, at, mask):
     return bits ^ -1
 
 
-@triton.jit(do_not_specialize=["vectors", "room"])
+@triton.jit
+def _finish_row(
+    total,  # the sums of a row in float32; zeros outside the mask
+    residual,  # the bits of the residual's row
+    factors,  # the bits of the weight; None without a weight
+    row,
+    at,  # the elements of the row in the results
+    mask,
+    columns,
+    added,
+    normed,
+    scales,
+    quantized,
+    FLOAT: tl.constexpr,
+    EPS: tl.constexpr,
+    LIMIT: tl.constexpr,
+    LEAST: tl.constexpr,
+):
+    """Add the residual to a row of rounded sums, normalize it, quantize it, and store what has a place: see `Rows`."""
+    total = to_float32(from_float32(total + to_float32(residual.to(FLOAT, bitcast=True)), FLOAT))
+    if added is not None:
+        tl.store(added + at, from_float32(total, FLOAT).to(residual.dtype, bitcast=True), mask=mask)
+    total *= reciprocal_rms(total * total, columns, EPS)
+    if factors is not None:
+        total *= to_float32(factors.to(FLOAT, bitcast=True))
+    rounded = from_float32(total, FLOAT)
+    if normed is not None:
+        tl.store(normed + at, rounded.to(residual.dtype, bitcast=True), mask=mask)
+    if scales is not None:
+        total = to_float32(rounded)
+        scale = scale_of(tl.max(magnitude(total), 0), LIMIT, LEAST)
+        tl.store(scales + row, scale.to(tl.int32, bitcast=True))
+        quotient = limited_quotient(total, tl.zeros_like(total) + scale, LIMIT)
+        tl.store(quantized + at, from_float32(quotient, quantized.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["size", "room", "length"])
 def low_latency_kernel(
     x,  # this rank's summands, as integers; with SCATTERS, those for each rank, one rank after another
-    out,
+    out,  # the sums; None if only the results of the epilogue are wanted
+    residual,  # this and the next five: see `Rows`
+    weight,
+    added,
+    normed,
+    scales,
+    quantized,
     slots,  # a tuple of pointers: the slots of each rank
     calls,  # [PROGRAMS] of int32, all equal: the number of calls so far
-    vectors,  # vectors of VECTOR bytes in `out`
-    room,  # vectors in a slot
+    size,  # of a result, in UNIT elements
+    room,  # vectors of VECTOR bytes in a slot
+    length,  # of a row, in UNIT elements; unused without ROWS
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
     SCATTERS: tl.constexpr,  # each rank gets a part of the sums; else every rank gets all of them
     FLOAT: tl.constexpr,  # the type of the elements
-    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,  # a block is a row, and the epilogue finishes it
+    UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,  # at least the elements of a row
+    EPS: tl.constexpr,
+    LIMIT: tl.constexpr,  # the largest number of the dtype of `quantized`
+    LEAST: tl.constexpr,  # the least scale
     PROGRAMS: tl.constexpr,
 ):
     """Store this rank's summands at the peers, wait for theirs, and compute the sums. See the module."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     call = tl.load(calls + program)
-    UNITS: tl.constexpr = 128 // FLOAT.primitive_bitwidth
-    size, room = vectors * UNITS, room.to(tl.int64) * UNITS
+    size, room = size * UNIT, room.to(tl.int64) * (128 // FLOAT.primitive_bitwidth)
     half = (call & 1) * RANKS * room
     number = tl.arange(0, BLOCK)
-    for begin in range(program * BLOCK, size, programs * BLOCK):
+    step = length * UNIT if ROWS else BLOCK
+    for begin in range(program * step, size, programs * step):
         at = begin + number
+        mask = number < step if ROWS else at < size
         for i in tl.static_range(1, RANKS):  # ranks begin with different peers
-            PEER: tl.constexpr = (RANK + i) % RANKS
-            _send(x + PEER * size.to(tl.int64) * SCATTERS, slots[PEER] + half + RANK * room, at, at < size)
+            to_peer = slots[(RANK + i) % RANKS] + half + RANK * room
+            _send(x + (RANK + i) % RANKS * size.to(tl.int64) * SCATTERS, to_peer, at, mask)
     tl.debug_barrier()  # no thread waits before all threads have sent
     x += RANK * size.to(tl.int64) * SCATTERS
-    for begin in range(program * BLOCK, size, programs * BLOCK):
+    for begin in range(program * step, size, programs * step):
         at = begin + number
-        mask = at < size
+        mask = number < step if ROWS else at < size
+        if ROWS:  # these loads do not wait for peers
+            added_to = tl.load(residual + at, mask=mask, other=0)
+            factors = None if weight is None else tl.load(weight + number, mask=mask, other=0)
         total = tl.zeros((BLOCK,), dtype=tl.float32)
         for rank in tl.static_range(RANKS):
             if rank == RANK:
@@ -95,9 +156,55 @@ def low_latency_kernel(
                 total = summand  # -0 stays -0
             else:
                 total += summand
-        tl.store(out + at, from_float32(total, FLOAT).to(bits.dtype, bitcast=True), mask=mask)
+        rounded = from_float32(total, FLOAT)
+        if out is not None:
+            tl.store(out + at, rounded.to(bits.dtype, bitcast=True), mask=mask)
+        if ROWS:
+            results = added, normed, scales, quantized
+            row = begin // step
+            total = to_float32(rounded)
+            _finish_row(total, added_to, factors, row, at, mask, step, *results, FLOAT, EPS, LIMIT, LEAST)
     for n in range(program, PROGRAMS, programs):
         tl.store(calls + n, call + 1)
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """What the kernel computes after the sums: a residual is added, the rows are normalized and perhaps quantized.
+
+    Fields:
+        eps: as for `hostir.kernels.norm.rms_norm`.
+        fp8: the name of the dtype of the quantized rows; empty if they are not quantized.
+    """
+
+    eps: float
+    fp8: str = ""
+
+
+class Rows(NamedTuple):
+    """The tensors of an epilogue, contiguous, `[..., columns]`. Results that are None are not stored.
+
+    No result shares memory with another tensor of the call, with two exceptions: `added` may be the residual, and
+    without `scatters` a result in the dtype of the summands may be the summands.
+
+    Fields:
+        residual: is added to the sums.
+        weight: the factors of the columns; None if they are 1.
+        added: the sums with the residual.
+        normed: the normalized rows.
+        scales: the scale of each row, in float32; None if the rows are not quantized.
+        quantized: the quantized rows; None if they are not quantized.
+    """
+
+    residual: torch.Tensor | None
+    weight: torch.Tensor | None
+    added: torch.Tensor | None
+    normed: torch.Tensor | None
+    scales: torch.Tensor | None
+    quantized: torch.Tensor | None
+
+
+NO_ROWS = Rows(*[None] * len(Rows._fields))
 
 
 class LowLatencySum:
@@ -106,7 +213,8 @@ class LowLatencySum:
     All ranks call it in the same order, and each rank on one stream, or on streams that follow each other. The kernel
     waits for the peers without a timeout. It ends early if its slots are overwritten with anything but zeros.
 
-    Sums are computed in float32, in the order of the ranks, and rounded once. So all ranks get the same bits.
+    Sums are computed in float32, in the order of the ranks, and rounded once. So all ranks get the same bits. Ranks may
+    call kernels with different epilogues.
 
     Args:
         device: this rank's device.
@@ -115,58 +223,85 @@ class LowLatencySum:
             R ranks it holds 2 R slots of the same size, the size of a result. Each slot is a multiple of 16 bytes.
         calls: an int32 tensor of PROGRAMS zeros. All kernels that use these slots share it.
         scatters: every rank gets its part of the sums, in the order of the ranks; otherwise all sums.
+        epilogue: what follows the sums; None if nothing does.
     """
 
     def __init__(
-        self, device: torch.device, rank: int, slots: Sequence[torch.Tensor], calls: torch.Tensor, scatters: bool
+        self,
+        device: torch.device,
+        rank: int,
+        slots: Sequence[torch.Tensor],
+        calls: torch.Tensor,
+        scatters: bool,
+        epilogue: Epilogue | None = None,
     ) -> None:
         self.device, self.rank, self.slots, self.calls, self.scatters = device, rank, slots, calls, scatters
+        self.epilogue = epilogue
         self.room = slots[0].numel() * slots[0].element_size() // (2 * len(slots)) // VECTOR
-        # The number of programs, the kernel, and its arguments after `out`, by the size and the alignment.
-        self.launches: dict[tuple[int, bool], tuple[int, Compiled | None, tuple[object, ...]]] = {}
+        # The number of programs, the kernel, and its arguments after the tensors, by the size and the alignments.
+        self.launches: dict[tuple[object, ...], tuple[int, Compiled | None, tuple[object, ...]]] = {}
 
-    def __call__(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Launch the kernel on the current stream. Within `loading`, only load it. Nothing is sent if `out` is empty.
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None, rows: Rows = NO_ROWS) -> None:
+        """Launch the kernel on the current stream. Within `loading`, only load it. Without sums, nothing is sent.
 
         `x` and `out` are contiguous, and may be the same memory without `scatters`. `x` has the size of `out`, or with
-        `scatters` the size of all results. `out` is a multiple of 16 bytes.
+        `scatters` the size of all results. A result is a multiple of 16 bytes. With an epilogue, `out` is None if the
+        sums themselves are not wanted, and `rows` are the other tensors. A program holds a row in registers.
         """
-        size = out.numel()
-        if not size:
+        result = out if rows.residual is None else rows.residual
+        assert result is not None
+        if not result.numel():
             return
-        aligned = (x.data_ptr() | out.data_ptr()) % VECTOR == 0
-        if (size, aligned) not in self.launches:
-            self.launches[size, aligned] = self._prepare(x, out, aligned)
-        programs, compiled, arguments = self.launches[size, aligned]
+        tensors = x, out, *rows
+        alignments = [None if t is None else t.data_ptr() % VECTOR == 0 for t in tensors]
+        key = (result.shape, *alignments)
+        if key not in self.launches:
+            self.launches[key] = self._prepare(result, tensors, alignments)
+        programs, compiled, arguments = self.launches[key]
         if only_loads():
             return
         if compiled is None:
             with launching(self.device):
-                low_latency_kernel[(programs,)](_bits(x), _bits(out), *arguments, num_warps=1)
+                low_latency_kernel[(programs,)](*map(_bits, tensors), *arguments, num_warps=1)
             return
         bind_thread(self.device)
-        compiled.launch(programs, compiled.stream(self.device.index), (x.data_ptr(), out.data_ptr(), *arguments))
+        addresses = [None if t is None else t.data_ptr() for t in tensors]
+        compiled.launch(programs, compiled.stream(self.device.index), (*addresses, *arguments))
 
     def _prepare(
-        self, x: torch.Tensor, out: torch.Tensor, aligned: bool
+        self, result: torch.Tensor, tensors: Sequence[torch.Tensor | None], alignments: Sequence[bool | None]
     ) -> tuple[int, Compiled | None, tuple[object, ...]]:
-        """Load the kernel for results of the size of `out`. Return the number of programs, the kernel and arguments."""
-        width, sms = out.element_size(), min(PROGRAMS, limits(self.device).sms)
-        bytes = triton.next_power_of_2(-(-out.numel() * width // sms))
-        bytes = min(max(bytes, BLOCKS[0]), BLOCKS[1])
-        warps = 1 if INTERPRETED else min(max(bytes // VECTOR // 32, 1), MAX_WARPS)
-        constants = self.rank, len(self.slots), self.scatters, FLOATS[out.dtype], bytes // width, PROGRAMS
-        numbers = out.numel() * width // VECTOR, self.room
+        """Load the kernel for sums like `result`. Return the number of programs, the kernel and arguments."""
+        width, size, columns = result.element_size(), result.numel(), result.shape[-1]
+        sms, most, unit, eps, limit = min(PROGRAMS, limits(self.device).sms), MAX_WARPS, VECTOR // width, 0.0, 0.0
+        if self.epilogue is None:
+            bytes = triton.next_power_of_2(-(-size * width // sms))
+            bytes = min(max(bytes, BLOCKS[0]), BLOCKS[1])
+            blocks = -(-size * width // bytes)
+        else:
+            bytes, blocks = triton.next_power_of_2(columns) * width, size // columns
+            most *= 1 + (columns > LONGEST)
+            unit = unit if columns % unit == 0 else 1
+            eps, fp8 = self.epilogue.eps, self.epilogue.fp8
+            limit = torch.finfo(FP8[fp8]).max if fp8 else 0.0
+        warps = 1 if INTERPRETED else min(max(bytes // VECTOR // 32, 1), most)
+        constants = (
+            *(self.rank, len(self.slots), self.scatters, FLOATS[result.dtype], self.epilogue is not None),
+            *(unit, bytes // width, eps, limit, LEAST_SCALE, PROGRAMS),
+        )
+        numbers = size // unit, self.room, columns // unit
         slots: tuple[object, ...] = tuple(map(_bits, self.slots))
-        key = self.device, "low latency", *constants, warps, aligned
-        arguments = _bits(x), _bits(out), slots, self.calls, *numbers, *constants
+        quantized = tensors[-1]
+        key = self.device, "low latency", *constants, warps, *alignments, quantized is not None and quantized.dtype
+        arguments = *map(_bits, tensors), slots, self.calls, *numbers, *constants
         compiled = loaded(key, self.device, low_latency_kernel, arguments, {"num_warps": warps})
         calls: object = self.calls
         if compiled is not None:
             slots, calls = tuple(slot.data_ptr() for slot in self.slots), self.calls.data_ptr()
-        return min(sms, -(-out.numel() * width // bytes)), compiled, (slots, calls, *numbers, *constants)
+        return min(sms, blocks), compiled, (slots, calls, *numbers, *constants)
 
 
-def _bits(x: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a tensor as integers, in one axis."""
-    return x.view(-1).view(BITS[x.element_size()])
+def _bits(x: torch.Tensor | None) -> torch.Tensor | None:
+    """Return a tensor in one axis, with integers in the place of floats of 16 or 32 bits."""
+    flat = None if x is None else x.view(-1)
+    return flat if flat is None or flat.dtype not in FLOATS else flat.view(BITS[flat.element_size()])

@@ -16,6 +16,12 @@ MAX_WIDTH = 16384  # elements of a row that registers hold; longer rows are read
 
 
 @triton.jit
+def reciprocal_rms(squares, columns, eps):
+    """Return `1 / sqrt(mean(x^2) + eps)` for a row. `squares` are the squares of its elements, and zeros."""
+    return tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tl.sum(squares, 0), columns.to(tl.float32)) + eps))
+
+
+@triton.jit
 def _rms_norm_kernel(
     x,
     weight,
@@ -43,7 +49,7 @@ def _rms_norm_kernel(
             at = start + column
             more = to_float32(tl.load(x + row * x_row + at.to(tl.int64) * x_column, mask=at < columns, other=0.0))
             squares += more * more
-    scale = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tl.sum(squares, 0), columns.to(tl.float32)) + eps))
+    scale = reciprocal_rms(squares, columns, eps)
     for start in range(0, columns, WIDTH):
         at = start + column
         far = at.to(tl.int64)

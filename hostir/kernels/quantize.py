@@ -20,6 +20,29 @@ _WARPS = 8
 
 
 @triton.jit
+def scale_of(most, limit, least):
+    """Return the scale of numbers whose largest absolute value has the bits `most`; NaN for the bits of a NaN."""
+    scale = tl.div_rn(most.to(tl.float32, bitcast=True), limit)
+    return tl.where(scale < least, least, scale)
+
+
+@triton.jit
+def magnitude(x):
+    """Return the bits of the absolute value of a float32, as an integer.
+
+    The integers have the order of the absolute values. The integers of NaN come last.
+    """
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def limited_quotient(x, scale, limit):
+    """Return `x / scale`, limited to the range from `-limit` to `limit`. NaN stays NaN."""
+    quotient = tl.div_rn(x, scale)
+    return tl.where(quotient > limit, limit, tl.where(quotient < -limit, -limit, quotient))
+
+
+@triton.jit
 def _row_scales_kernel(
     x,
     out,
@@ -45,10 +68,8 @@ def _row_scales_kernel(
         column = start + tl.arange(0, WIDTH)
         mask = there[:, None] & (column < length)[None, :]
         read = to_float32(tl.load(x + at[:, None] + column.to(tl.int64)[None, :] * x_column, mask=mask, other=0.0))
-        # The bits of positive numbers, taken as integers, are in the order of the numbers. The bits of NaN come last.
-        most = tl.maximum(most, tl.max(read.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1))
-    scale = tl.div_rn(most.to(tl.float32, bitcast=True), tl.full((COUNT,), limit, tl.float32))
-    scale = tl.where(scale < least, least, scale)  # NaN stays
+        most = tl.maximum(most, tl.max(magnitude(read), 1))
+    scale = scale_of(most, tl.full((COUNT,), limit, tl.float32), least)
     tl.store(out + row * out_row + group * out_column, scale, mask=there)
 
 
@@ -74,8 +95,7 @@ def _quantize_kernel(
     mask, far = column < columns, column.to(tl.int64)
     read = to_float32(tl.load(x + row * x_row + far * x_column, mask=mask, other=0.0))
     by = tl.load(scale + row * scale_row + far // length * scale_column, mask=mask, other=1.0)
-    quotient = tl.div_rn(read, by)
-    quotient = tl.where(quotient > limit, limit, tl.where(quotient < -limit, -limit, quotient))  # NaN stays
+    quotient = limited_quotient(read, by, limit)
     tl.store(out + row * out_row + far * out_column, from_float32(quotient, out.dtype.element_ty), mask=mask)
 
 

@@ -7,7 +7,8 @@ from random import Random
 import pytest
 import torch
 
-from hostir.kernels.low_latency import BITS, FLOATS, PROGRAMS, LowLatencySum
+from hostir.kernels import aten
+from hostir.kernels.low_latency import BITS, FLOATS, NO_ROWS, PROGRAMS, Epilogue, LowLatencySum, Rows
 
 CPU = torch.device("cpu")
 
@@ -15,11 +16,20 @@ CPU = torch.device("cpu")
 class Ranks:
     """The slots of all ranks, and the kernel of one of them."""
 
-    def __init__(self, ranks: int, rank: int, dtype: torch.dtype, room: int, *, scatters: bool) -> None:
+    def __init__(
+        self,
+        ranks: int,
+        rank: int,
+        dtype: torch.dtype,
+        room: int,
+        *,
+        scatters: bool,
+        epilogue: Epilogue | None = None,
+    ) -> None:
         self.ranks, self.rank, self.room, self.scatters = ranks, rank, room, scatters
         self.slots = [torch.zeros(2 * ranks * room, dtype=dtype) for _ in range(ranks)]
         self.calls = torch.zeros(PROGRAMS, dtype=torch.int32)
-        self.kernel = LowLatencySum(CPU, rank, self.slots, self.calls, scatters)
+        self.kernel = LowLatencySum(CPU, rank, self.slots, self.calls, scatters, epilogue)
 
     def slot(self, at: int, source: int, call: int) -> torch.Tensor:
         """Return the slot of a source in the memory of rank `at`, as integers."""
@@ -29,21 +39,22 @@ class Ranks:
     def part(self, x: torch.Tensor, rank: int) -> torch.Tensor:
         return x.view(self.ranks, -1)[rank] if self.scatters else x
 
-    def call(self, number: int, summands: list[torch.Tensor], out: torch.Tensor) -> None:
+    def call(self, number: int, summands: list[torch.Tensor], out: torch.Tensor | None, rows: Rows = NO_ROWS) -> None:
         """Send the summands of the peers, run the kernel, and check what it sent and that its slots are empty."""
+        size = self.part(summands[0], 0).numel()
         for peer in range(self.ranks):
             if peer != self.rank:
-                self.slot(self.rank, peer, number)[: out.numel()] = ~_bits(self.part(summands[peer], self.rank))
+                self.slot(self.rank, peer, number)[:size] = ~_bits(self.part(summands[peer], self.rank)).view(-1)
         before = summands[self.rank].clone()
-        self.kernel(summands[self.rank], out)
+        self.kernel(summands[self.rank], out, rows)
         assert self.calls.tolist() == [number + 1] * PROGRAMS
         assert not _bits(self.slots[self.rank]).any(), "the slots of this rank are not empty"
         for peer in range(self.ranks):
             if peer != self.rank:
                 sent = self.slot(peer, self.rank, number)
-                assert sent[: out.numel()].all(), "an element looks as if it were not there"
-                assert torch.equal(_bits(self.part(before, peer)), ~sent[: out.numel()])
-                assert not sent[out.numel() :].any()
+                assert sent[:size].all(), "an element looks as if it were not there"
+                assert torch.equal(_bits(self.part(before, peer)).view(-1), ~sent[:size])
+                assert not sent[size:].any()
                 sent.zero_()
                 assert not _bits(self.slots[peer]).any(), "it stored elsewhere"
 
@@ -120,3 +131,88 @@ def test_an_empty_sum_is_no_call() -> None:
     job = Ranks(2, 0, torch.float32, 64, scatters=False)
     job.kernel(torch.empty(0), torch.empty(0))
     assert not job.calls.any()
+
+
+def separately(
+    total: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, epilogue: Epilogue
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Return the new residual, the normed rows, their scales and the quantized rows, as separate kernels store them."""
+    added, normed = torch.empty_like(total), torch.empty_like(total)
+    aten.add(added, total, residual)
+    aten.rms_norm(normed, added, weight, eps=epilogue.eps)
+    if not epilogue.fp8:
+        return added, normed, None, None
+    scales = torch.empty(len(total), 1)
+    quantized = torch.empty(total.shape, dtype=aten.FP8[epilogue.fp8])
+    aten.row_scales(scales, normed, dtype=epilogue.fp8)
+    aten.quantize(quantized, normed, scales, dtype=epilogue.fp8)
+    return added, normed, scales, quantized
+
+
+def steps(x: torch.Tensor) -> float:
+    """Return the relative distance between neighbouring numbers of a tensor's dtype."""
+    return float(torch.finfo(x.dtype).eps)
+
+
+@pytest.mark.parametrize("fp8", ["", "f8e4m3", "f8e5m2"])
+@pytest.mark.parametrize("scatters", [False, True])
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_residual_norm_and_quantization_follow_the_sum_as_in_separate_kernels(
+    ranks: int, dtype: torch.dtype, scatters: bool, fp8: str
+) -> None:
+    random = Random()
+    rank, room, epilogue = random.randrange(ranks), 64 * 40, Epilogue(1e-5, fp8)
+    job = Ranks(ranks, rank, dtype, room, scatters=scatters, epilogue=epilogue)
+    for number, (rows, columns) in enumerate([(8, 33), (1, 64), (16, 7), (5, 136)]):
+        summands = [torch.randn(rows * (ranks if scatters else 1), columns).to(dtype) for _ in range(ranks)]
+        residual = torch.randn(rows, columns).to(dtype)
+        weight = torch.randn(columns).to(dtype) if random.random() < 0.5 else None
+        total = expected([job.part(x, rank) for x in summands]).view(rows, columns)
+        wanted = separately(total, residual, weight, epilogue)
+        out, added, normed, scales, quantized = results = [
+            None if x is None else torch.full_like(x, float("nan")) for x in (total, *wanted)
+        ]
+        kept = [x if random.random() < 0.5 else None for x in results[:3]]  # the others are not stored
+        job.call(number, summands, kept[0], Rows(residual, weight, *kept[1:], scales, quantized))
+        for x, ours, exact in zip(kept[:2], (out, added), (total, wanted[0]), strict=True):
+            assert x is None or torch.equal(ours, exact)
+        if kept[2] is not None:
+            torch.testing.assert_close(normed, wanted[1], rtol=2 * steps(total), atol=1e-6)
+        if fp8:
+            torch.testing.assert_close(scales, wanted[2], rtol=max(2 * steps(total), 1e-6), atol=0)
+            ours, exact = (q.float() * s for q, s in ((quantized, scales), (wanted[3], wanted[2])))
+            torch.testing.assert_close(
+                ours, exact, rtol=1.01 * steps(quantized), atol=2 * float(exact.abs().max()) / 2**16
+            )
+
+
+def test_results_may_take_the_place_of_the_residual_and_of_the_summands() -> None:
+    job = Ranks(2, 1, torch.bfloat16, 1024, scatters=False, epilogue=Epilogue(1e-6))
+    summands, residual = [torch.randn(8, 128).bfloat16() for _ in range(2)], torch.randn(8, 128).bfloat16()
+    added, normed, _, _ = separately(expected(summands), residual, None, Epilogue(1e-6))
+    job.call(0, summands, None, Rows(residual, None, residual, summands[1], None, None))
+    assert torch.equal(residual, added)
+    torch.testing.assert_close(summands[1], normed)
+
+
+def test_a_row_with_nan_or_infinity_has_the_scale_and_the_elements_of_separate_kernels() -> None:
+    job = Ranks(2, 0, torch.float32, 1024, scatters=False, epilogue=Epilogue(0.0, "f8e4m3"))
+    summands, residual = [torch.zeros(4, 64) for _ in range(2)], torch.randn(4, 64)
+    summands[0][0, 3], summands[1][1, 5], residual[2] = float("nan"), float("inf"), 0.0
+    _, _, scales, quantized = separately(expected(summands), residual, None, Epilogue(0.0, "f8e4m3"))
+    ours, rows = torch.empty(4, 1), torch.empty(4, 64, dtype=torch.float8_e4m3fn)
+    job.call(0, summands, None, Rows(residual, None, None, None, ours, rows))
+    torch.testing.assert_close(ours, scales, equal_nan=True)
+    torch.testing.assert_close(rows.float()[:3], quantized.float()[:3], equal_nan=True)
+
+
+def test_a_kernel_is_compiled_for_the_alignment_of_each_tensor() -> None:
+    job = Ranks(2, 0, torch.float16, 512, scatters=False)
+    buffer, dense = torch.randn(520).half(), torch.randn(512).half()
+    for number, (x, out) in enumerate([(buffer[1:513], dense), (dense, buffer[1:513])]):
+        summands = [x, torch.randn(512).half()]
+        wanted = expected(summands)
+        job.call(number, summands, out)
+        assert torch.equal(out, wanted)
+    assert len(job.kernel.launches) == 2
