@@ -333,10 +333,10 @@ def hopper() -> Iterator[Hopper]:
 
 def _functions() -> Iterator[Any]:
     """Return the Triton kernels of hostir, which must forget what was compiled for the fake GPU."""
-    from hostir.kernels import norm, quantize
+    from hostir.kernels import low_latency, norm, quantize
     from hostir.kernels.matmul import kernel
 
-    for module in (kernel, reduce, signals, norm, quantize):
+    for module in (kernel, reduce, signals, low_latency, norm, quantize):
         yield from (each for each in vars(module).values() if isinstance(each, JITFunction))
 
 

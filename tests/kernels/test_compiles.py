@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from triton.compiler import ASTSource
 
+import hostir as hi
 from hostir.kernels.flags.copies import PER_THREAD, WARPS, push_kernel
 from hostir.kernels.flags.pushed import Pushed
 from hostir.kernels.grouped import _grouped_matmul_kernel, _tile
@@ -21,7 +22,7 @@ from hostir.kernels.matmul.tiles import Tile, candidates
 from hostir.kernels.norm import _rms_norm_kernel
 from hostir.kernels.quantize import _quantize_kernel, _row_scales_kernel
 from hostir.kernels.reduce import SumConstants, SumPart, sum_kernel
-from tests.kernels.hopper import SHARED_MEMORY, TARGET, counted
+from tests.kernels.hopper import SHARED_MEMORY, TARGET, counted, hopper, inputs_of
 
 WAITING = ("flags", "timeouts", "epoch", "blocks", "polls")
 RAISING = ("raised_flags", "raised_epoch", "raised_height", "counts")
@@ -471,6 +472,54 @@ def test_kernels_of_rows_move_16_bytes_at_a_time_round_in_hardware_and_spill_not
         if kernel is _quantize_kernel:
             assert f"cvt.rn.satfinite.{'e4m3' if out == 'fp8e4nv' else 'e5m2'}x2.f32" in ptx
             assert re.search(r"st\.global\.(v4\.b32|v2\.b32|b64|v2\.b64)", ptx)
+
+
+NORMED = """hostir 1
+mesh @mesh [didx] = {mesh}
+fusion @f(%x: {dtype}[8, {columns}] partial(didx), %r: {t}, %w: {dtype}[{columns}]) -> ({results}) {{
+  %y: {t} = reshard %x
+  %t: {t} = add %y, %r
+  %n: {t} = rms_norm %t eps 1e-06 times %w
+{more}}}
+"""
+QUANTIZED = """  %s: f32[{rows}, 1] = row_scales %n to f8e4m3
+  %q: f8e4m3[{rows}, {columns}] = quantize %n by %s to f8e4m3
+"""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "columns", "dtype", "results", "scattered"),
+    [
+        (2, 4096, "bf16", "%y", False),
+        (4, 4096, "bf16", "%y", True),
+        (2, 4096, "bf16", "%t, %n", False),
+        (2, 5120, "bf16", "%n", True),
+        (4, 8192, "f16", "%t, %n", True),
+        (8, 8192, "bf16", "%t, %s, %q", False),
+        (2, 8192, "f32", "%t, %n, %s, %q", False),
+    ],
+)
+def test_one_kernel_sums_and_normalizes_moves_16_bytes_at_a_time_and_spills_nothing(
+    ranks, columns, dtype, results, scattered
+):
+    rows = "8@didx" if scattered else "8"
+    text = {"dtype": dtype, "columns": columns, "rows": rows, "t": f"{dtype}[{rows}, {columns}]", "results": results}
+    more = QUANTIZED.format(**text) if "%q" in results else ""
+    fusion = hi.parse(NORMED.format(**text, mesh=" ".join(map(str, range(ranks))), more=more))
+    program = hi.lower(fusion, "sequential by low_latency")
+    with hopper() as gpu:
+        gpu.plan(program, 0, "auto", inputs_of(program, 0))
+    kernels = [kernel for kernel in gpu.kernels.values() if kernel.name == "low_latency_kernel"]
+    assert len(kernels) == 1
+    if results != "%y":
+        assert len(gpu.kernels) == 1
+    compiled = kernels[0].compiled()
+    loads, stores = (
+        set(re.findall(rf"{access}(?:\.volatile)?\.global(\S*)", compiled.asm["ptx"])) for access in ("ld", "st")
+    )
+    assert {".v4.b32"} <= loads <= {".v4.b32", ".b32"}  # the number of the call
+    assert {".v4.b32"} <= stores <= {".v4.b32", ".b32"} | ({".v2.b32", ".b64"} if more else set())
+    assert compiled.metadata.spilled == 0
 
 
 @pytest.mark.parametrize("waits", [False, True])

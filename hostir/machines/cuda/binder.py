@@ -120,8 +120,8 @@ class CudaBinder:
         current: the stream that is current after the last step.
         freed: the operations that free memory before the next allocation. They are bound when that allocation is. At
             the end of a run no steps are needed, because the run drops all buffers.
-        pushes_product: True between a pushed product and the last copy of its result. One kernel carries out the
-            product and the copies, and operations that free memory are bound after it.
+        in_one_kernel: True between the first and the last of several operations that one kernel carries out: a pushed
+            product and the copies of its result, or a sum and its norm. Operations that free memory are bound after it.
         awaited_at_once: the handles of communications that the next operation awaits. Their collectives may run on the
             caller's stream.
         inlined: the handles of the collectives that have been bound to the caller's stream so far.
@@ -150,7 +150,7 @@ class CudaBinder:
         self.current = CALLER
         self.frees = BufferFrees(context)
         self.freed: list[FreeOp] = []
-        self.pushes_product = False
+        self.in_one_kernel = False
         self.awaited_at_once = awaited_at_once(context.unrolled)
         self.inlined = set[int]()
         self.marks = set[int]()
@@ -206,7 +206,8 @@ class CudaBinder:
     def direct(self, op: Op, step: Step | None) -> None:
         """Add a step that names its streams. The current stream does not matter to it. Do nothing if `step` is None."""
         if step is not None:
-            self.append(op, self.timeline.timed(op, step, self.context.streams) if self.timeline else step)
+            timeline, inline = self.timeline, op.starts in self.inlined
+            self.append(op, timeline.timed(op, step, self.context.streams, inline) if timeline else step)
 
     def switch(self, stream: int) -> Step:
         streams, set_stream = self.context.streams, torch.cuda.set_stream
@@ -215,11 +216,13 @@ class CudaBinder:
         return step
 
     def add_allocate(self, op: AllocateOp) -> None:
-        if not self.pushes_product:
+        if not self.in_one_kernel:
             for each in self.freed:
                 for step in self.frees.free(each.buffer):
                     self.append(each, step)
             self.freed.clear()
+        if self.implementations is not None and op.out in self.implementations.needless:
+            return
         if self.implementations is not None and op.out in self.implementations.buffers:
             self.context.registers[op.out] = self.implementations.space(op.out)
         else:
@@ -239,7 +242,10 @@ class CudaBinder:
 
     def add_compute(self, op: ComputeOp) -> None:
         if self.one_sided is not None and id(op) in self.one_sided.copies.products:
-            self.pushes_product = True
+            self.in_one_kernel = True
+            return
+        if self.implementations is not None and id(op) in self.implementations.normed:
+            self.add_normed(op, self.implementations)
             return
         if op.ready is not None or op.done is not None:
             self.here(op, self.flagged.blocks.compute(op))
@@ -252,6 +258,13 @@ class CudaBinder:
                 self.launches.append((op, compute))
             if captured is not kernel:
                 self.in_captures[len(self.steps) - 1] = bind_compute(op, self.context.registers, captured)
+
+    def add_normed(self, op: ComputeOp, implementations: SymmetricCollectives) -> None:
+        """If an operation is the last one that the kernel of a sum carries out, add the step that launches it."""
+        normed = implementations.normed[id(op)]
+        if op is normed.computations[-1]:
+            self.here(normed.collective, implementations.normed_sum(normed))
+            self.in_one_kernel = False
 
     def add_copy(self, op: CopyOp) -> None:
         if self.add_push(op):
@@ -278,7 +291,7 @@ class CudaBinder:
             return pushes is not None
         if pushed is not None:
             self.here(pushed.product, self.flagged.copies.pushed_product(pushed.product, pushes))
-            self.pushes_product = False
+            self.in_one_kernel = False
         else:
             self.here(pushes.ops[0], self.flagged.copies.push(pushes))
         return True
@@ -292,6 +305,9 @@ class CudaBinder:
     def add_collective(self, op: CollectiveOp) -> None:
         if op.by and self.implementations is not None:
             (self.inlined if self.implementations.inline else self.marks).add(op.handle)
+            if id(op) in self.implementations.normed:
+                self.in_one_kernel = True
+                return
             self.engine_copies.update(self.context.unrolled.buffers[register] for register in (op.x, op.out))
             self.here(op, self.implementations.collective(op))
             return

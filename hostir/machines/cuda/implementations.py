@@ -4,7 +4,7 @@
 these that belong to a program and kind of sizes share one workspace in symmetric memory, and the signal pads that torch
 keeps with it. An operand is computed in the workspace if nothing else needs the workspace meanwhile. Otherwise it is
 copied there. Those by `low_latency` share slots instead. So all collectives that name an implementation run one after
-another.
+another. The kernel of a sum by `low_latency` may also carry out what follows the sum: see `NormedSum`.
 
 If the next operation awaits each of these collectives, they run on the caller's stream. Otherwise they run on a
 separate stream, like the collectives of NCCL. Collectives of NCCL among the same ranks then follow that stream, too,
@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -33,8 +33,12 @@ from hostir.kernels.dtypes import torch_dtype
 from hostir.machines.binding import Step
 from hostir.machines.cuda.context import PlanContext
 from hostir.machines.cuda.streams import current, own_stream
+from hostir.machines.normed import NormedSum
 from hostir.plan.lifetimes import awaited_at_once, workspace_buffers
-from hostir.plan.operations import CollectiveOp, MessagesOp
+from hostir.plan.operations import NONE, CollectiveOp, MessagesOp
+
+if TYPE_CHECKING:
+    from hostir.kernels.low_latency import Epilogue, LowLatencySum
 
 Run = Callable[[torch.Tensor, torch.Tensor], object]  # issues a collective from `x` to `out` to the current stream
 PAIRED = (2, 4, 8)  # the numbers of ranks for which torch has a two-shot kernel with a separate result
@@ -52,6 +56,8 @@ class SymmetricCollectives:
     Fields:
         inline: True if the collectives run on the caller's stream.
         buffers: the buffers of the program that lie in the workspace.
+        normed: the sum to which an operation belongs that one kernel carries out with others, by the operation's id.
+        needless: the buffers that need no memory, because the kernels of `normed` store nothing there.
     """
 
     def __init__(self, context: PlanContext, memory: SharedMemory, all_ranks: Callable[[], Any]) -> None:
@@ -61,6 +67,9 @@ class SymmetricCollectives:
         ops = [op for op in context.unrolled.ops if isinstance(op, CollectiveOp) and op.by]
         self.inline = awaited_at_once(context.unrolled).issuperset(op.handle for op in ops)
         self.buffers = workspace_buffers(context.unrolled)
+        sums = [normed for normed in NormedSum.of(context.unrolled) if self.in_one_kernel(normed)]
+        self.normed = {id(op): normed for normed in sums for op in (normed.collective, *normed.computations)}
+        self.needless = frozenset(buffer for normed in sums for buffer in normed.needless)
 
     def collective(self, op: CollectiveOp) -> Step:
         """Return the step that starts a collective.
@@ -131,15 +140,37 @@ class SymmetricCollectives:
 
     def low_latency(self, op: CollectiveOp) -> Run:
         """Return a function that launches hostir's kernel for an all-reduce or a reduce-scatter."""
-        from hostir.kernels.low_latency import LowLatencySum  # which needs Triton
-
-        unrolled, flat, registers = self.context.unrolled, self.memory.flat, self.context.registers
-        dtype = torch_dtype(unrolled.dtypes[unrolled.layouts[op.x].buffer])
-        slots = [flat[SLOTS, rank].view(dtype) for rank in op.team]
-        scatters = op.communication == "reduce_scatter"
-        add_up = LowLatencySum(self.context.device, unrolled.rank, slots, self.memory.kept["calls"], scatters)
+        add_up, registers = self.summing_kernel(op), self.context.registers
         self.context.launching(op, lambda: add_up(registers[op.x], registers[op.out]))
         return add_up
+
+    def summing_kernel(self, op: CollectiveOp, epilogue: Epilogue | None = None) -> LowLatencySum:
+        """Return hostir's kernel for an all-reduce or a reduce-scatter, and for the epilogue that follows it."""
+        from hostir.kernels.low_latency import LowLatencySum  # which needs Triton
+
+        unrolled, flat = self.context.unrolled, self.memory.flat
+        dtype = torch_dtype(unrolled.dtypes[unrolled.layouts[op.x].buffer])
+        slots = [flat[SLOTS, rank].view(dtype) for rank in op.team]
+        scatters, calls = op.communication == "reduce_scatter", self.memory.kept["calls"]
+        return LowLatencySum(self.context.device, unrolled.rank, slots, calls, scatters, epilogue)
+
+    def in_one_kernel(self, normed: NormedSum) -> bool:
+        """Return True if one kernel carries out a sum and what follows it: Triton would compute that in any case."""
+        return all(self.context.in_triton(op) for op in normed.computations if op is not normed.add)
+
+    def normed_sum(self, normed: NormedSum) -> Step:
+        """Return the step that launches one kernel for a sum and for what follows it."""
+        from hostir.kernels.low_latency import Epilogue, Rows  # which needs Triton
+
+        registers, quantize, x = self.context.registers, normed.quantize, normed.collective.x
+        fp8 = "" if quantize is None else quantize.options["dtype"]
+        kernel = self.summing_kernel(normed.collective, Epilogue(normed.norm.options["eps"], fp8))
+        out, *results = normed.stored
+        rows = normed.residual, normed.weight, *results, *[NONE] * (4 - len(results))
+        return self.context.launching(
+            normed.collective,
+            lambda: kernel(registers[x], registers[out], Rows(*[registers[register] for register in rows])),
+        )
 
     def is_there(self, op: CollectiveOp) -> bool:
         """Return True if the operand of a collective already lies in the workspace."""

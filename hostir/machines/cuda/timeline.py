@@ -26,10 +26,11 @@ class Timeline:
         self.spans: list[tuple[Op, torch.cuda.Event, torch.cuda.Event]] = []
         self.flights: dict[int, torch.cuda.Event] = {}  # by handle: the end of the communication
 
-    def timed(self, op: Op, step: Step, streams: Sequence[torch.cuda.Stream]) -> Step:
+    def timed(self, op: Op, step: Step, streams: Sequence[torch.cuda.Stream], inline: bool) -> Step:
         """Return a step that runs `step` and records an event before it and after it.
 
-        The event after a communication is recorded by the first step that waits for it.
+        The event after a communication is recorded by the first step that waits for it. `inline` is True for a
+        communication for which no step waits, because it runs on the operation's stream.
         """
         if op.defines:
             return step
@@ -42,7 +43,7 @@ class Timeline:
             start.record(streams[op.stream])
             step()
 
-        if op.by_group:
+        if op.by_group and not inline:
             self.flights[op.starts] = end
             return begun
         return self.ends(begun, end, streams, op.stream)

@@ -17,12 +17,17 @@ from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
 from hostir.job.groups import Groups
 from hostir.job.offers import SLOTS, WORKSPACE
-from hostir.kernels import low_latency
+from hostir.kernels import aten, low_latency
+from hostir.kernels.low_latency import NO_ROWS, Epilogue, Rows
 from hostir.machines.cuda import implementations
 from hostir.machines.cuda.graphs import uniform_only
 from hostir.machines.cuda.implementations import SymmetricCollectives
+from hostir.machines.cuda.machine import CudaMachine
+from hostir.machines.cuda.timeline import Timeline
+from hostir.machines.normed import NormedSum
+from hostir.machines.trace import Trace
 from hostir.plan.lifetimes import workspace_buffers
-from hostir.plan.operations import CollectiveOp
+from hostir.plan.operations import NONE, AllocateOp, CollectiveOp
 from hostir.plan.unroll import unroll
 from tests.machines.cuda.simulated_gpus import Event, Gpus, Handle, Stream, gpus, plans
 from tests.machines.cuda.test_midway import Job, impatient
@@ -118,17 +123,30 @@ class Kernels:
 
 
 class LowLatencyModel:
-    """Models hostir's kernel for sums: it sends to one peer after another, and takes each part once all of it came."""
+    """Models hostir's kernel for sums: it sends to one peer after another, and takes each part once all of it came.
+
+    It computes an epilogue at the end, from the values that its inputs have then.
+    """
+
+    epilogues = 0  # launches with an epilogue
 
     def __init__(
-        self, device: torch.device, rank: int, slots: list[torch.Tensor], calls: torch.Tensor, scatters: bool
+        self,
+        device: torch.device,
+        rank: int,
+        slots: list[torch.Tensor],
+        calls: torch.Tensor,
+        scatters: bool,
+        epilogue: Epilogue | None = None,
     ) -> None:
-        ranks = len(slots)
+        ranks, self.epilogue = len(slots), epilogue
         self.rank, self.calls, self.scatters = rank, calls, scatters
         self.slots = [x[: x.numel() // (2 * ranks) * 2 * ranks].view(torch.int32).view(2, ranks, -1) for x in slots]
 
-    def __call__(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        gpu, ranks, size = Gpus.here.current, range(len(self.slots)), out.numel()
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None, rows: Rows = NO_ROWS) -> None:
+        result = out if rows.residual is None else rows.residual
+        assert result is not None
+        gpu, ranks, size = Gpus.here.current, range(len(self.slots)), result.numel()
         parts = [x.view(-1)[rank * size :] if self.scatters else x.view(-1) for rank in ranks]
         taken: dict[int, torch.Tensor] = {}
 
@@ -145,7 +163,12 @@ class LowLatencyModel:
 
         def add_up() -> None:
             taken[self.rank] = parts[self.rank][:size]
-            out.view(-1).copy_(sum(taken[rank] for rank in ranks))
+            total = sum(taken[rank] for rank in ranks)
+            assert isinstance(total, torch.Tensor)
+            if self.epilogue is not None:
+                self.finish(total.view(result.shape), rows)
+            if out is not None:
+                out.view(-1).copy_(total)
             self.calls += 1
 
         others = [peer for peer in ranks if peer != self.rank]
@@ -155,11 +178,26 @@ class LowLatencyModel:
             gpu.add(partial(take, peer), lambda peer=peer: bool(slot(self.rank, peer).all()))
         gpu.add(add_up)
 
+    def finish(self, total: torch.Tensor, rows: Rows) -> None:
+        assert self.epilogue is not None
+        assert rows.residual is not None
+        LowLatencyModel.epilogues += 1
+        added, normed, scales = total + rows.residual, torch.empty_like(total), torch.empty(*total.shape[:-1], 1)
+        aten.rms_norm(normed, added, rows.weight, eps=self.epilogue.eps)
+        if rows.quantized is not None:
+            aten.row_scales(scales, normed, dtype=self.epilogue.fp8)
+            aten.quantize(rows.quantized, normed, scales, dtype=self.epilogue.fp8)
+        for place, x in ((rows.added, added), (rows.normed, normed), (rows.scales, scales)):
+            if place is not None:
+                place.copy_(x)
+
 
 @pytest.fixture(autouse=True)
 def torchs_kernels(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace torch's operators and copies, and hostir's kernel, by the models."""
     monkeypatch.setattr(low_latency, "LowLatencySum", LowLatencyModel)
+    monkeypatch.setattr(LowLatencyModel, "epilogues", 0)
+    monkeypatch.setattr(SymmetricCollectives, "in_one_kernel", lambda self, normed: True)
     original = SymmetricCollectives.__init__
 
     def init(self: SymmetricCollectives, context: Any, memory: Any, all_ranks: Any) -> None:
@@ -532,3 +570,196 @@ def test_kernels_that_wait_for_a_lost_call_end_and_later_calls_are_right(
     assert not any(stream.tasks for stream in gpus.streams)
     assert not any(pad.any() for pad in gpus.pads.values())
     job.check(random, lambda rank: 1)
+
+
+def residual_norm(
+    ranks: int, keyword: str = "allreduce", *, fp8: str = "", body: str = "", results: str = ""
+) -> Program:
+    """Return a program that sums %x, adds %r, normalizes the rows and perhaps quantizes them."""
+    shape = f"f32[{f'{ranks}@didx' if keyword == 'reduce_scatter' else '2'}, 8]"
+    one = shape.replace(", 8]", ", 1]")
+    lines = f"""%y: {shape} = allocate
+%h = {keyword} %x -> %y over didx by low_latency
+wait %h
+%t: {shape} = allocate
+add %y, %r -> %t
+free %y
+%n: {shape} = allocate
+rms_norm %t eps 1e-05 times %w -> %n
+"""
+    if fp8:
+        lines += f"""%s: {one} = allocate
+row_scales %n to {fp8} -> %s
+%q: {shape.replace("f32", fp8)} = allocate
+quantize %n by %s to {fp8} -> %q
+free %n
+"""
+    indented = "".join(f"  {line}\n" for line in (body or lines).splitlines())
+    mesh, results = " ".join(map(str, range(ranks))), results or ("%t, %s, %q" if fp8 else "%t, %n")
+    x = f"f32[{ranks if keyword == 'reduce_scatter' else 2}, 8] partial(didx)"
+    inputs = f"%x: {x}, %r: {shape}, %w: f32[8]"
+    return hi.parse(f"hostir 1\nmesh @mesh [didx] = {mesh}\nprogram @p({inputs}) -> ({results}) {{\n{indented}}}\n")
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("fp8", ["", "f8e4m3"])
+@pytest.mark.parametrize("keyword", ["allreduce", "reduce_scatter"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_what_follows_a_sum_is_right_in_its_kernel_in_every_order(
+    ranks: int, keyword: str, fp8: str, seed: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = residual_norm(ranks, keyword, fp8=fp8)
+    check_calls(text, gpus, seed, monkeypatch, calls=4, executors=1 + seed % 2)
+    assert LowLatencyModel.epilogues == 4 * ranks
+
+
+NORM_INPUTS = [torch.rand(2, 8), torch.rand(2, 8), torch.rand(8)]
+
+
+def test_only_results_that_something_reads_have_memory(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = residual_norm(2, fp8="f8e4m3")
+    unrolled = unroll(text, 0, {})
+    (normed,) = NormedSum.of(unrolled)
+    names = dict(zip(normed.results, "ytnsq", strict=True))
+    assert [names.get(x, "") for x in normed.stored] == ["", "t", "", "s", "q"]
+    assert {names[x] for x in normed.needless} == {"y", "n"}
+    issued: list[tuple[torch.Tensor | None, Rows]] = []
+    monkeypatch.setattr(LowLatencyModel, "__call__", lambda self, x, out, rows: issued.append((out, rows)))
+    plan = plans(gpus, text, [NORM_INPUTS] * 2, monkeypatch)[0]
+    results = plan.run(NORM_INPUTS)
+    ((out, rows),) = issued
+    assert out is None
+    assert rows.normed is None
+    assert all(x is y for x, y in zip(results, (rows.added, rows.scales, rows.quantized), strict=True))
+    assert sum(isinstance(op, AllocateOp) for op in plan.ops) == 3
+
+
+CHAIN = """%y: f32[2, 8] = allocate
+%h = allreduce %x -> %y over didx by low_latency
+wait %h
+%t: f32[2, 8] = allocate
+add %y, %r -> %t
+%n: f32[2, 8] = allocate
+rms_norm %t eps 1e-05 times %w -> %n"""
+QUANTIZED = """
+%s: f32[2, 1] = allocate
+row_scales %n to f8e4m3 -> %s
+%q: f8e4m3[2, 8] = allocate
+quantize %n by %s to f8e4m3 -> %q"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "computations"),
+    [
+        ("", "", 2),
+        ("add %y, %r", "add %r, %y", 2),
+        (" times %w", "", 2),
+        (" -> %n", " -> %n" + QUANTIZED, 4),
+        (" -> %n", " -> %n" + QUANTIZED.replace("to f8e4m3 -> %s", "to f8e5m2 -> %s"), 2),
+        (" -> %n", " -> %n" + QUANTIZED.replace("quantize %n", "quantize %t"), 2),
+        (" -> %n", " -> %n\nrelu %y -> %y", 2),
+        ("add %y, %r -> %t", "add %y, %r -> %r\ncopy %r -> %t", 0),
+        ("add %y, %r", "add %y, %w", 0),
+        ("add %y, %r", "add %r, %r", 0),
+        ("add %y, %r", "add %y, %y", 0),
+        ("rms_norm %t", "rms_norm %y", 0),
+        ("wait %h\n", "wait %h\nrelu %y -> %y\n", 0),
+        ("add %y, %r -> %t\n", "add %y, %r -> %t\nrelu %y -> %y\n", 0),
+        ("wait %h\n%t: f32[2, 8] = allocate\n", "%t: f32[2, 8] = allocate\nrelu %r -> %t\nwait %h\n", 0),
+        (" by low_latency", "", 0),
+        (" by low_latency", " by two_shot", 0),
+        ("%t: f32[2, 8] = allocate", "%t: f32[2, 8] = allocate_symmetric", 0),
+    ],
+)
+def test_a_kernel_takes_only_what_directly_follows_its_sum(
+    old: str, new: str, computations: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = residual_norm(2, body=CHAIN.replace(old, new))
+    (normed,) = NormedSum.of(unroll(text, 0, {})) or [None]
+    assert (len(normed.computations) if normed else 0) == computations
+    if "by " in str(text):
+        for seed in range(4):
+            check_calls(text, gpus, seed, monkeypatch)
+
+
+IN_PLACE = {
+    "over the residual": (
+        """%y: f32[2, 8] = allocate
+%h = allreduce %x -> %y over didx by low_latency
+wait %h
+add %y, %r -> %r
+%n: f32[2, 8] = allocate
+rms_norm %r eps 1e-05 times %w -> %n
+%t: f32[2, 8] = allocate
+copy %r -> %t""",
+        "%t, %n",
+    ),
+    "over the summands": (
+        """%n: f32[2, 8] = allocate
+%p = as_partial %n over didx
+add %x, %x -> %p
+%h = allreduce %p -> %n over didx by low_latency
+wait %h
+%t: f32[2, 8] = allocate
+add %n, %r -> %t
+rms_norm %t eps 1e-05 times %w -> %n""",
+        "%t, %n",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", IN_PLACE)
+def test_results_may_replace_tensors_of_equal_layout(case: str, gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    body, results = IN_PLACE[case]
+    text = residual_norm(2, body=body, results=results)
+    (normed,) = NormedSum.of(unroll(text, 0, {}))
+    assert [register != NONE for register in normed.stored] == [False, True, True]
+    for seed in range(6):
+        check_calls(text, gpus, seed, monkeypatch, calls=4)
+    assert LowLatencyModel.epilogues
+
+
+SHARED = {
+    "a part of the residual": """%y: f32[2, 8] = allocate
+%h = allreduce %x -> %y over didx by low_latency
+wait %h
+%both: f32[2, 2, 8] = allocate
+%t = select %both[0]
+%n = select %both[1]
+add %y, %r -> %t
+rms_norm %t eps 1e-05 times %w -> %n""",
+    "the weight": """%y: f32[2, 8] = allocate
+%h = allreduce %x -> %y over didx by low_latency
+wait %h
+%both: f32[2, 8] = allocate
+%t: f32[2, 8] = allocate
+%n: f32[2, 8] = allocate
+add %y, %r -> %t
+%v = select %y[0]
+rms_norm %t eps 1e-05 times %v -> %n""",
+}
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_results_do_not_replace_a_part_of_another_tensor(
+    case: str, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = residual_norm(2, body=SHARED[case])
+    assert NormedSum.of(unroll(text, 0, {})) == []
+    for seed in range(3):
+        check_calls(text, gpus, seed, monkeypatch)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_a_timeline_has_the_end_of_a_collective_for_which_no_step_waits(
+    normed: bool, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = CudaMachine.plan
+    monkeypatch.setattr(CudaMachine, "plan", lambda machine, x: original(machine, x, Timeline(x, Trace())))
+    text, inputs = (residual_norm(2), NORM_INPUTS) if normed else (reduced("low_latency", 2), [torch.rand(6, 8)])
+    (plan, _) = plans(gpus, text, [inputs] * 2, monkeypatch)
+    plan.run(inputs)
+    assert plan.timeline is not None
+    ((op, start, end),) = plan.timeline.spans
+    assert op.starts
+    assert [event.query() for event in (start, end)] == [False, False], "no step records an event"

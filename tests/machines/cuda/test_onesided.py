@@ -82,7 +82,8 @@ def check_calls(
             want = parts[rank]
             assert (out is None) == (want is None)
             if out is not None:
-                torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
+                close = torch.finfo(out.dtype).eps if out.dtype.itemsize == 1 else 1e-5  # a last bit may round to fp8
+                torch.testing.assert_close(out.float(), want.float(), rtol=close, atol=1e-5)
     for plan in (plan for mine in ready for plan in mine):
         assert plan.registers == plan.blank
 
