@@ -7,7 +7,7 @@ operations that machines run, and knows nothing about strategies.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -17,6 +17,7 @@ from hostir.ir.machine import Done, Ready, uncollected
 from hostir.ir.program import Program
 from hostir.ir.types import FP8
 from hostir.kernels.matmul.tiles import MIN_OWN_ROWS, Gemm
+from hostir.machines.normed import NormedSum
 from hostir.machines.pushes import PushedProduct, Pushes
 from hostir.plan.lifetimes import workspace_buffers
 from hostir.plan.operations import (
@@ -70,11 +71,14 @@ class Traffic:
         bytes: the number of bytes that one kernel for the complete computation reads and writes.
         aten_kernels: the number of kernels that ATen launches for the computation.
         aten_bytes: the number of bytes that ATen's kernels together read and write; 0 if it is equal to `bytes`.
+        in_sum: the number of bytes that are left if the kernel of a sum over ranks carries out the computation; None if
+            it cannot. See `NormedSum`.
     """
 
     bytes: int
     aten_kernels: int = 1
     aten_bytes: int = 0
+    in_sum: int | None = None
 
 
 @dataclass(frozen=True)
@@ -266,6 +270,12 @@ class Registers:
         an_element = widen + additions * add + activation * activate + narrow
         return Traffic(bytes_once, 2 + additions + activation, prod(out.shape) * an_element)
 
+    def bytes_in_sum(self, normed: NormedSum) -> Iterator[tuple[ComputeOp, int]]:
+        """Yield the computations that follow a sum in its kernel, with the bytes that the kernel moves for each."""
+        read = {id(normed.add): normed.residual, id(normed.norm): normed.weight}
+        for op, result in zip(normed.computations, normed.stored[1:], strict=True):
+            yield op, self.total((read.get(id(op), NONE), result))
+
     def gemm_dtype(self, op: ComputeOp) -> str:
         """Return the name that `Gemm` uses for the dtype of a matmul's operands."""
         layouts, (a, _, *scales) = self.unrolled.layouts, op.operands
@@ -292,6 +302,8 @@ class RankTasks:
         runs = Pushes.of(unrolled)
         self.pushes = {id(op): run for run in runs for op in run.ops}
         self.in_matmuls = {id(op) for product in PushedProduct.of(unrolled, runs) for op in product.pushes.ops}
+        sums = NormedSum.of(unrolled)
+        self.in_sums = {id(op): size for each in sums for op, size in self.registers.bytes_in_sum(each)}
         self.pushed: dict[int, CostTask] = {}  # by stream: the first copy of the latest kernel that copies
         for op in unrolled.ops:
             count = len(self.tasks)
@@ -351,7 +363,9 @@ class RankTasks:
         local_rows = 0 if local == NONE else prod(self.unrolled.layouts[local].shape[:-1])
         if contracts and 0 < local_rows < MIN_OWN_ROWS:  # Triton first copies so few rows next to the gathered rows
             self.issue(op.stream, Traffic(2 * self.registers.bytes[local]), launch="compute")
-        work = self.registers.gemm(op, local_rows) if contracts else self.registers.traffic(op)
+        work: TaskWork = self.registers.gemm(op, local_rows) if contracts else self.registers.traffic(op)
+        if isinstance(work, Traffic):
+            work = replace(work, in_sum=self.in_sums.get(id(op)))
         task = self.issue(op.stream, work, launch="matmul" if contracts else "compute")
         if ready is not None:
             self.wait_for_blocks(task, op, ready)

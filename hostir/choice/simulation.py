@@ -31,6 +31,7 @@ UNTHROTTLED_FLOPS = 0.2e12  # a call with more floating point operations is slow
 LEAST_PEAK = 0.81  # the share of the peak that is left however long a call computes
 LEFTOVER = 0.5  # the speed of a matmul on SMs that the last wave of another matmul leaves idle: both compete for L2
 SMALL_KERNEL = 3.0  # microseconds of a kernel that moves few bytes
+IN_SUM = 0.5  # microseconds of a computation that the kernel of a sum over ranks carries out, with few bytes
 STARTED_POLL = 0.4  # the share of `poll` that remains if the kernel starts before the blocks arrive
 GRAPH, EAGER = "graph", "eager"
 
@@ -182,7 +183,7 @@ class Costs:
         if isinstance(work, Gemm):
             return self.gemms.time(work)
         if isinstance(work, Traffic):
-            return SMALL_KERNEL * self.kernel_count(work) + self.traffic(work)
+            return (SMALL_KERNEL * self.kernel_count(work) or IN_SUM) + self.traffic(work)
         if isinstance(work, CostTransfer):
             return self.transfer(work) if work.ranks > 1 else 0.0
         if isinstance(work, CostCopy):
@@ -203,12 +204,18 @@ class Costs:
         return self.sums_in_triton if isinstance(work, Traffic) else self.in_triton
 
     def kernel_count(self, traffic: Traffic) -> int:
-        """Return the number of kernels that a computation needs, if the computation is bound by memory."""
-        return 1 if self.sums_in_triton else traffic.aten_kernels
+        """Return the number of kernels that a computation needs, if the computation is bound by memory.
+
+        The number is 0 if the kernel of a sum over ranks carries it out.
+        """
+        if not self.sums_in_triton:
+            return traffic.aten_kernels
+        return 1 if traffic.in_sum is None else 0
 
     def traffic(self, traffic: Traffic) -> float:
         """Return the microseconds that memory takes to move the bytes of a computation."""
-        bytes_moved = traffic.bytes if self.sums_in_triton else traffic.aten_bytes or traffic.bytes
+        in_triton = traffic.bytes if traffic.in_sum is None else traffic.in_sum
+        bytes_moved = in_triton if self.sums_in_triton else traffic.aten_bytes or traffic.bytes
         return bytes_moved / self.hardware.memory / 1e3
 
     def copy(self, copy: CostCopy, rank: int) -> float:

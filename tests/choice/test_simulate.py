@@ -478,3 +478,38 @@ def test_a_simulation_is_freed_after_its_run() -> None:
     del costs
     gc.collect()
     assert held() is None
+
+
+NORMED = """hostir 1
+mesh @mesh [didx] = 0 1
+fusion @f(%x: bf16[64, 4096] partial(didx), %r: bf16[64, 4096], %w: bf16[4096]) -> (%t, %s, %q) {
+  %y: bf16[64, 4096] = reshard %x
+  %t: bf16[64, 4096] = add %y, %r
+  %n: bf16[64, 4096] = rms_norm %t eps 1e-06 times %w
+  %s: f32[64, 1] = row_scales %n to f8e4m3
+  %q: f8e4m3[64, 4096] = quantize %n by %s to f8e4m3
+}
+"""
+
+
+def test_what_follows_a_sum_in_its_kernel_takes_no_kernel() -> None:
+    program = hi.lower(hi.parse(NORMED), "sequential by low_latency")
+    tasks = [task for task in tasks_of(program, {}) if task.rank == 0 and isinstance(task.work, Traffic)]
+    rows = 64 * 4096 * 2
+    assert [task.work.in_sum for task in tasks] == [2 * rows, 4096 * 2, 64 * 4, rows // 2]
+    for kernels, count in (("triton", 0), ("aten", 4)):
+        model = costs(kernels)
+        assert sum(model.kernel_count(task.work) for task in tasks) == count
+    separate = [replace(task.work, in_sum=None) for task in tasks]
+    assert sum(map(costs("triton").alone, tasks)) < SMALL_KERNEL * len(separate)
+    host, compute = HostCosts(costs("triton")), H200.launch["compute"]
+    for task in tasks:
+        launches = {name: n for name, n in task.launches.items() if name != "compute"}
+        assert host.issue(task) == pytest.approx(host.issue(replace(task, work=Nothing(), launches=launches)))
+        assert task.launches["compute"] == 1
+        assert compute > 0
+
+
+def test_few_rows_are_summed_and_normalized_by_one_kernel() -> None:
+    choice = decide(hi.parse(NORMED), reference(H200, 2), {})
+    assert choice.timings[0].candidate.strategy == "sequential by low_latency"
