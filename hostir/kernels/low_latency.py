@@ -79,7 +79,7 @@ def _finish_row(
     LIMIT: tl.constexpr,
     LEAST: tl.constexpr,
 ):
-    """Add the residual to a row of rounded sums, normalize it, quantize it, and store what has a place: see `Rows`."""
+    """Add the residual to a row of rounded sums, normalize it, quantize it, and store what has a place: see `RowTensors`."""
     total = to_float32(from_float32(total + to_float32(residual.to(FLOAT, bitcast=True)), FLOAT))
     if added is not None:
         tl.store(added + at, from_float32(total, FLOAT).to(residual.dtype, bitcast=True), mask=mask)
@@ -101,7 +101,7 @@ def _finish_row(
 def low_latency_kernel(
     x,  # this rank's summands, as integers; with SCATTERS, those for each rank, one rank after another
     out,  # the sums; None if only the results of the epilogue are wanted
-    residual,  # this and the next five: see `Rows`
+    residual,  # this and the next five: see `RowTensors`
     weight,
     added,
     normed,
@@ -170,7 +170,7 @@ def low_latency_kernel(
 
 @dataclass(frozen=True)
 class Epilogue:
-    """What the kernel computes after the sums: a residual is added, the rows are normalized and perhaps quantized.
+    """The computations after the sums: a residual is added, and the rows are normalized and perhaps quantized.
 
     Fields:
         eps: as for `hostir.kernels.norm.rms_norm`.
@@ -181,7 +181,7 @@ class Epilogue:
     fp8: str = ""
 
 
-class Rows(NamedTuple):
+class RowTensors(NamedTuple):
     """The tensors of an epilogue, contiguous, `[..., columns]`. Results that are None are not stored.
 
     No result shares memory with another tensor of the call, with two exceptions: `added` may be the residual, and
@@ -204,7 +204,7 @@ class Rows(NamedTuple):
     quantized: torch.Tensor | None
 
 
-NO_ROWS = Rows(*[None] * len(Rows._fields))
+NO_ROWS = RowTensors(*[None] * len(RowTensors._fields))
 
 
 class LowLatencySum:
@@ -223,7 +223,7 @@ class LowLatencySum:
             R ranks it holds 2 R slots of the same size, the size of a result. Each slot is a multiple of 16 bytes.
         calls: an int32 tensor of PROGRAMS zeros. All kernels that use these slots share it.
         scatters: every rank gets its part of the sums, in the order of the ranks; otherwise all sums.
-        epilogue: what follows the sums; None if nothing does.
+        epilogue: the computations after the sums; None if there are none.
     """
 
     def __init__(
@@ -241,7 +241,7 @@ class LowLatencySum:
         # The number of programs, the kernel, and its arguments after the tensors, by the size and the alignments.
         self.launches: dict[tuple[object, ...], tuple[int, Compiled | None, tuple[object, ...]]] = {}
 
-    def __call__(self, x: torch.Tensor, out: torch.Tensor | None, rows: Rows = NO_ROWS) -> None:
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None, rows: RowTensors = NO_ROWS) -> None:
         """Launch the kernel on the current stream. Within `loading`, only load it. Without sums, nothing is sent.
 
         `x` and `out` are contiguous, and may be the same memory without `scatters`. `x` has the size of `out`, or with

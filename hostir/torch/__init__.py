@@ -12,10 +12,12 @@ from hostir.torch.experts import GroupedExperts, expert_mlp
 from hostir.torch.functional import (
     all_gather_matmul,
     all_reduce,
+    all_reduce_residual_norm,
     column_parallel_linear,
     gated_linear,
     matmul_all_reduce,
     matmul_reduce_scatter,
+    reduce_scatter_residual_norm,
     row_parallel_linear,
 )
 from hostir.torch.installing import install, uninstall
@@ -38,6 +40,7 @@ __all__ = [
     "Tensor",
     "all_gather_matmul",
     "all_reduce",
+    "all_reduce_residual_norm",
     "column_parallel_linear",
     "expert_mlp",
     "gated_linear",
@@ -45,6 +48,7 @@ __all__ = [
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "overlap_pass",
+    "reduce_scatter_residual_norm",
     "report",
     "row_parallel_linear",
     "uninstall",

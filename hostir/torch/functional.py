@@ -6,7 +6,7 @@ All functions have gradients.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from hostir.torch.ops import all_gather_matmul as gather
 from hostir.torch.ops import collectives, linear
 from hostir.torch.ops import matmul_all_reduce as reduction
 from hostir.torch.ops import matmul_reduce_scatter as scatter
+from hostir.torch.ops import residual_norm as norms
 from hostir.torch.ops.gradients import refuse_transforms
 from hostir.torch.ops.running import MACHINES
 
@@ -333,3 +334,114 @@ def all_reduce(x: Tensor, group: Ranks, *, out: Tensor | None = None) -> Tensor:
         return collectives.all_reduce.call([x], x, name)
     collectives.all_reduce_out.call([x, out], x, name, out=out)
     return out
+
+
+@overload
+def all_reduce_residual_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    group: Ranks,
+    *,
+    eps: float = 1e-6,
+    quantize: Literal[False] = False,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def all_reduce_residual_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, group: Ranks, *, eps: float = 1e-6, quantize: bool
+) -> tuple[Tensor, ...]: ...
+
+
+def all_reduce_residual_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, group: Ranks, *, eps: float = 1e-6, quantize: bool = False
+) -> tuple[Tensor, ...]:
+    """All-reduce `x`, add the residual, and compute the RMS norm of the rows: `rms_norm(all_reduce(x) + residual)`.
+
+    For few rows on CUDA, one kernel computes all of this. The sum is in f32 (in f64 for f64 operands). The sum, the sum
+    with the residual, and the norm are each rounded once, as by separate functions. All ranks get the same bits.
+
+    The function is differentiable without `quantize`. Backward does not communicate, so the gradients of the results
+    must be the same on all ranks, as for `matmul_all_reduce`.
+
+    Args:
+        x: this rank's addend, `[..., N]`, with the same shape on every rank.
+        residual: the tensor to add, with the shape of `x`, the same on every rank.
+        weight: the factors of the columns, `[N]`, the same on every rank; None if they are 1.
+        group: as for `all_gather_matmul`.
+        eps: is added to the mean of the squares of a row.
+        quantize: True to quantize the normalized rows to e4m3, with a scale for each row: the largest absolute value of
+            the row, divided by 448. The results then have no gradients.
+
+    Returns:
+        The normalized rows, and the sum with the residual, which is the next residual. With `quantize`, the quantized
+        rows, their scales in f32, `[..., 1]`, and the sum with the residual.
+    """
+    name = name_of(group)
+    x, residual, *rest = ready(x, residual, *([] if weight is None else [weight]))
+    factors = rest[0] if rest else None
+    return tuple(
+        norms.all_reduce_residual_norm.call([x, residual, *rest], x, residual, factors, float(eps), quantize, name)
+    )
+
+
+@overload
+def reduce_scatter_residual_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    group: Ranks,
+    *,
+    scatter_dim: int = 0,
+    eps: float = 1e-6,
+    quantize: Literal[False] = False,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def reduce_scatter_residual_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    group: Ranks,
+    *,
+    scatter_dim: int = 0,
+    eps: float = 1e-6,
+    quantize: bool,
+) -> tuple[Tensor, ...]: ...
+
+
+def reduce_scatter_residual_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    group: Ranks,
+    *,
+    scatter_dim: int = 0,
+    eps: float = 1e-6,
+    quantize: bool = False,
+) -> tuple[Tensor, ...]:
+    """Reduce-scatter `x`, add the residual, and compute the RMS norm: `rms_norm(reduce_scatter(x) + residual)`.
+
+    It computes and rounds as `all_reduce_residual_norm` does. The function is differentiable without `quantize`.
+    Backward gathers the gradient of the sum.
+
+    Args:
+        x: this rank's addend, `[..., N]`, with the same shape on every rank.
+        residual: this rank's part of the tensor to add.
+        weight: the factors of the columns, `[N]`, the same on every rank; None if they are 1. Each rank's gradient of
+            the weight sums over this rank's rows only.
+        group: as for `all_gather_matmul`.
+        scatter_dim: the axis to scatter, not the last one. The number of ranks must divide its length. It is the
+            outermost axis in the memory of the results.
+        eps: is added to the mean of the squares of a row.
+        quantize: as for `all_reduce_residual_norm`.
+
+    Returns:
+        This rank's part of what `all_reduce_residual_norm` returns.
+    """
+    axis, name = axis_of(x, scatter_dim, "scatter_dim"), name_of(group)
+    x, residual, *rest = ready(x, residual, *([] if weight is None else [weight]))
+    factors, settings = rest[0] if rest else None, (float(eps), quantize, axis, name)
+    return tuple(norms.reduce_scatter_residual_norm.call([x, residual, *rest], x, residual, factors, *settings))

@@ -31,10 +31,12 @@ from hostir.machines.binding import MAX_PLANS
 from hostir.torch import (
     all_gather_matmul,
     all_reduce,
+    all_reduce_residual_norm,
     column_parallel_linear,
     gated_linear,
     matmul_all_reduce,
     matmul_reduce_scatter,
+    reduce_scatter_residual_norm,
     row_parallel_linear,
 )
 from hostir.torch.ops import all_gather_matmul as gathering
@@ -376,6 +378,124 @@ def all_reduces_write_to_out_and_pass_torchs_opcheck() -> None:
         row_parallel_linear(a, b.t(), group(), reduce="none")
 
 
+# Sums with residuals and norms ------------------------------------------------------------------------------------
+
+
+@case
+def sums_with_residuals_and_norms_match_separate_functions() -> None:
+    for strategy, dtype in itertools.product(STRATEGIES, (torch.float32, torch.bfloat16)):
+        for shape in ((4 * RANKS, 24), (2, 4 * RANKS, 16)):
+            axis, weight = len(shape) - 2, replicated(shape[-1], dtype=dtype) if len(shape) == 2 else None
+            x, residual = torch.randn(shape).to(dtype), replicated(*shape, dtype=dtype)
+            total = sum(summand.double() for summand in parts_of_all(x))
+            exact = total + residual.double()
+            exact_normed = F.rms_norm(exact, shape[-1:], None if weight is None else weight.double(), 1e-5)
+            with hi.torch.install(strict=True, strategy=strategy):
+                normed, added = all_reduce_residual_norm(x, residual, weight, group(), eps=1e-5)
+                quantized = all_reduce_residual_norm(x, residual, weight, group(), eps=1e-5, quantize=True)
+                mine = part(residual, axis)
+                options: dict[str, Any] = {"scatter_dim": axis, "eps": 1e-5}
+                rows, added_rows = reduce_scatter_residual_norm(x, mine, weight, group(), **options)
+                quantized_rows = reduce_scatter_residual_norm(x, mine, weight, group(), **options, quantize=True)
+            assert_near(added, exact)
+            assert_near(normed, exact_normed)
+            for of_rows, of_all in ((added_rows, added), (rows, normed), *zip(quantized_rows, quantized, strict=True)):
+                assert torch.equal(of_rows.float(), part(of_all.float(), axis)), "the same bits on all ranks"
+            for of_all in (added, normed, *quantized):
+                assert all(torch.equal(of_all.float(), other) for other in parts_of_all(of_all.float()))
+            values, scales, again = quantized
+            assert torch.equal(again, added)
+            assert values.dtype == torch.float8_e4m3fn
+            assert scales.shape == (*shape[:-1], 1)
+            assert torch.equal(scales, (normed.float().abs().amax(-1, keepdim=True) / 448).clamp_min(2**-126))
+            torch.testing.assert_close(values.float() * scales, normed.float(), rtol=2**-4, atol=2e-5)
+
+
+@case
+def gradients_of_sums_with_residuals_and_norms_match_float64() -> None:
+    for scattered, weighted, used in itertools.product((False, True), (False, True), ("both", "normed", "added")):
+        shape = (3, 4 * RANKS, 16)
+        x, residual, w = replicated(*shape) * (1 + dist.get_rank()), replicated(*shape), replicated(16)
+        d_normed, d_added = replicated(*shape), replicated(*shape)
+        exact_xs = [leaf(x.double()) for x in parts_of_all(x)]
+        exact_residual, exact_w = leaf(residual.double()), leaf(w.double())
+        total = sum(exact_xs) + exact_residual
+        norm = F.rms_norm(total, (16,), exact_w if weighted else None, 1e-6)
+        loss = (norm * d_normed).sum() * (used != "added") + (total * d_added).sum() * (used != "normed")
+        loss.backward()
+        mine: Callable[[Tensor], Tensor] = (lambda t: part(t, 1)) if scattered else lambda t: t
+        leaves = [leaf(x), leaf(mine(residual)), *([leaf(w)] if weighted else [])]
+        weight = leaves[2] if weighted else None
+        if scattered:
+            ours = reduce_scatter_residual_norm(leaves[0], leaves[1], weight, group(), scatter_dim=1)
+        else:
+            ours = all_reduce_residual_norm(leaves[0], leaves[1], weight, group())
+        pairs = zip(("added", "normed"), ours, (d_normed, d_added), strict=True)
+        sum((y * mine(dy)).sum() for unused, y, dy in pairs if used != unused).backward()
+        assert_near(leaves[0].grad, exact_xs[dist.get_rank()].grad)
+        assert_near(leaves[1].grad, mine(exact_residual.grad))
+        if weighted and used != "added":
+            grad = leaves[2].grad
+            assert_near(sum(parts_of_all(grad)) if scattered else grad, exact_w.grad)
+
+
+@case
+def sums_with_residuals_and_norms_pass_torchs_opcheck_and_refuse_what_does_not_fit() -> None:
+    ops, name = torch.ops.hostir, group()
+    x, residual, w = replicated(4 * RANKS, 8), replicated(4 * RANKS, 8), replicated(8)
+    for quantize, weight in itertools.product((False, True), (None, w)):
+        leaves = [t if quantize or t is None else leaf(t) for t in (x, residual, weight)]
+        torch.library.opcheck(ops.all_reduce_residual_norm, (*leaves, 1e-6, quantize, name))
+        rows = (leaves[0], part(residual, 0) if quantize else leaf(part(residual, 0)), leaves[2])
+        torch.library.opcheck(ops.reduce_scatter_residual_norm, (*rows, 1e-6, quantize, 0, name))
+    normed, added = all_reduce_residual_norm(x[0], residual[0], w, name)
+    assert normed.shape == added.shape == (8,)
+    mine = part(residual, 0)
+    for message, call in (
+        (r"the residual has the shape \[2\]", lambda: all_reduce_residual_norm(x, residual[0, :2], w, name)),
+        (r"the weight has the shape \[7\], and a row has 8", lambda: all_reduce_residual_norm(x, x, w[:7], name)),
+        ("eps is -1.0", lambda: all_reduce_residual_norm(x, residual, w, name, eps=-1)),
+        ("several dtypes", lambda: all_reduce_residual_norm(x, residual.double(), w, name)),
+        (
+            "its rows must be complete",
+            lambda: reduce_scatter_residual_norm(x, residual[:, :1], w, name, scatter_dim=1),
+        ),
+        (
+            f"its {RANKS} ranks do not divide axis 0, which is {RANKS + 1}",
+            lambda: reduce_scatter_residual_norm(x[: RANKS + 1], mine, w, name),
+        ),
+        (
+            r"has no gradients if it quantizes[^$]*leave out quantize=True",
+            lambda: all_reduce_residual_norm(leaf(x), residual, w, name, quantize=True),
+        ),
+    ):
+        with pytest.raises(hi.HostIRError, match=message):
+            call()
+
+
+@case
+def torch_compile_traces_sums_with_residuals_and_norms() -> None:
+    torch._dynamo.reset()
+    w, name = replicated(8), group()
+
+    def layer(x: Tensor, residual: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        normed, residual = all_reduce_residual_norm(x.tanh(), residual, w, name)
+        return *reduce_scatter_residual_norm(normed, part(residual, 0), w, name), residual
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows in (2 * RANKS, 4 * RANKS):
+        x, residual = replicated(rows, 8), replicated(rows, 8)
+        ours, eager = ([leaf(x), leaf(residual), leaf(w)] for _ in range(2))
+        results, exact = compiled(*ours), layer(*eager)
+        for y, true in zip(results, exact, strict=True):
+            torch.testing.assert_close(y, true)
+        for each in (results, exact):
+            sum(y.square().sum() for y in each).backward()
+        for mine, true in zip(ours, eager, strict=True):
+            torch.testing.assert_close(mine.grad, true.grad)
+    torch._dynamo.reset()
+
+
 # Groups -----------------------------------------------------------------------------------------------------------
 
 
@@ -647,6 +767,8 @@ def comm_debug_mode_counts_the_collective_of_each_operator() -> None:
         (lambda a, w: row_parallel_linear(a, w, group(), reduce="all"), (a, rows), [AR], []),
         (lambda a, w: row_parallel_linear(a, w, group(), fp8=True), (a, rows), [RS], [AG]),
         (lambda x, w: gated_linear(x, w, w, group()), (x, rows), [AG], [RS]),
+        (lambda x, w: all_reduce_residual_norm(x, a, w, group())[0], (a, rows[0]), [AR], []),
+        (lambda y, w: reduce_scatter_residual_norm(y, x, w, group())[0], (a, rows[0]), [RS], [AG]),
         (lambda x: all_gather_matmul(x, b, group(), out=every), (x,), [AG], []),
         (lambda a: matmul_reduce_scatter(a, b, group(), out=mine), (a,), [RS], []),
         (lambda a: matmul_all_reduce(a, b, group(), out=summed), (a,), [AR], []),

@@ -29,6 +29,8 @@ ON_FOUR = {  # the other cases do not depend on the number of ranks, and run on 
     "gradients_of_scatters_match_float64",
     "gradients_of_collectives_match_float64",
     "all_reduces_give_equal_bits_on_all_ranks",
+    "sums_with_residuals_and_norms_match_separate_functions",
+    "gradients_of_sums_with_residuals_and_norms_match_float64",
     "groups_with_different_calls_run_side_by_side",
     "random_stacks_of_layers_are_as_accurate_as_by_dtensor",
     "styles_match_torchs_styles",

@@ -160,7 +160,7 @@ class SymmetricCollectives:
 
     def normed_sum(self, normed: NormedSum) -> Step:
         """Return the step that launches one kernel for a sum and for what follows it."""
-        from hostir.kernels.low_latency import Epilogue, Rows  # which needs Triton
+        from hostir.kernels.low_latency import Epilogue, RowTensors  # which needs Triton
 
         registers, quantize, x = self.context.registers, normed.quantize, normed.collective.x
         fp8 = "" if quantize is None else quantize.options["dtype"]
@@ -169,7 +169,7 @@ class SymmetricCollectives:
         rows = normed.residual, normed.weight, *results, *[NONE] * (4 - len(results))
         return self.context.launching(
             normed.collective,
-            lambda: kernel(registers[x], registers[out], Rows(*[registers[register] for register in rows])),
+            lambda: kernel(registers[x], registers[out], RowTensors(*[registers[register] for register in rows])),
         )
 
     def is_there(self, op: CollectiveOp) -> bool:

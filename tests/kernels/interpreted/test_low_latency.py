@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hostir.kernels import aten
-from hostir.kernels.low_latency import BITS, FLOATS, NO_ROWS, PROGRAMS, Epilogue, LowLatencySum, Rows
+from hostir.kernels.low_latency import BITS, FLOATS, NO_ROWS, PROGRAMS, Epilogue, LowLatencySum, RowTensors
 
 CPU = torch.device("cpu")
 
@@ -39,7 +39,9 @@ class Ranks:
     def part(self, x: torch.Tensor, rank: int) -> torch.Tensor:
         return x.view(self.ranks, -1)[rank] if self.scatters else x
 
-    def call(self, number: int, summands: list[torch.Tensor], out: torch.Tensor | None, rows: Rows = NO_ROWS) -> None:
+    def call(
+        self, number: int, summands: list[torch.Tensor], out: torch.Tensor | None, rows: RowTensors = NO_ROWS
+    ) -> None:
         """Send the summands of the peers, run the kernel, and check what it sent and that its slots are empty."""
         size = self.part(summands[0], 0).numel()
         for peer in range(self.ranks):
@@ -174,7 +176,7 @@ def test_residual_norm_and_quantization_follow_the_sum_as_in_separate_kernels(
             None if x is None else torch.full_like(x, float("nan")) for x in (total, *wanted)
         ]
         kept = [x if random.random() < 0.5 else None for x in results[:3]]  # the others are not stored
-        job.call(number, summands, kept[0], Rows(residual, weight, *kept[1:], scales, quantized))
+        job.call(number, summands, kept[0], RowTensors(residual, weight, *kept[1:], scales, quantized))
         for x, ours, exact in zip(kept[:2], (out, added), (total, wanted[0]), strict=True):
             assert x is None or torch.equal(ours, exact)
         if kept[2] is not None:
@@ -191,7 +193,7 @@ def test_results_may_take_the_place_of_the_residual_and_of_the_summands() -> Non
     job = Ranks(2, 1, torch.bfloat16, 1024, scatters=False, epilogue=Epilogue(1e-6))
     summands, residual = [torch.randn(8, 128).bfloat16() for _ in range(2)], torch.randn(8, 128).bfloat16()
     added, normed, _, _ = separately(expected(summands), residual, None, Epilogue(1e-6))
-    job.call(0, summands, None, Rows(residual, None, residual, summands[1], None, None))
+    job.call(0, summands, None, RowTensors(residual, None, residual, summands[1], None, None))
     assert torch.equal(residual, added)
     torch.testing.assert_close(summands[1], normed)
 
@@ -202,7 +204,7 @@ def test_a_row_with_nan_or_infinity_has_the_scale_and_the_elements_of_separate_k
     summands[0][0, 3], summands[1][1, 5], residual[2] = float("nan"), float("inf"), 0.0
     _, _, scales, quantized = separately(expected(summands), residual, None, Epilogue(0.0, "f8e4m3"))
     ours, rows = torch.empty(4, 1), torch.empty(4, 64, dtype=torch.float8_e4m3fn)
-    job.call(0, summands, None, Rows(residual, None, None, None, ours, rows))
+    job.call(0, summands, None, RowTensors(residual, None, None, None, ours, rows))
     torch.testing.assert_close(ours, scales, equal_nan=True)
     torch.testing.assert_close(rows.float()[:3], quantized.float()[:3], equal_nan=True)
 

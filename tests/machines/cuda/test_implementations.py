@@ -18,7 +18,7 @@ from hostir.ir.source import HostIRError
 from hostir.job.groups import Groups
 from hostir.job.offers import SLOTS, WORKSPACE
 from hostir.kernels import aten, low_latency
-from hostir.kernels.low_latency import NO_ROWS, Epilogue, Rows
+from hostir.kernels.low_latency import NO_ROWS, Epilogue, RowTensors
 from hostir.machines.cuda import implementations
 from hostir.machines.cuda.graphs import uniform_only
 from hostir.machines.cuda.implementations import SymmetricCollectives
@@ -143,7 +143,7 @@ class LowLatencyModel:
         self.rank, self.calls, self.scatters = rank, calls, scatters
         self.slots = [x[: x.numel() // (2 * ranks) * 2 * ranks].view(torch.int32).view(2, ranks, -1) for x in slots]
 
-    def __call__(self, x: torch.Tensor, out: torch.Tensor | None, rows: Rows = NO_ROWS) -> None:
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None, rows: RowTensors = NO_ROWS) -> None:
         result = out if rows.residual is None else rows.residual
         assert result is not None
         gpu, ranks, size = Gpus.here.current, range(len(self.slots)), result.numel()
@@ -178,7 +178,7 @@ class LowLatencyModel:
             gpu.add(partial(take, peer), lambda peer=peer: bool(slot(self.rank, peer).all()))
         gpu.add(add_up)
 
-    def finish(self, total: torch.Tensor, rows: Rows) -> None:
+    def finish(self, total: torch.Tensor, rows: RowTensors) -> None:
         assert self.epilogue is not None
         assert rows.residual is not None
         LowLatencyModel.epilogues += 1
@@ -623,7 +623,7 @@ def test_only_results_that_something_reads_have_memory(gpus: Gpus, monkeypatch: 
     names = dict(zip(normed.results, "ytnsq", strict=True))
     assert [names.get(x, "") for x in normed.stored] == ["", "t", "", "s", "q"]
     assert {names[x] for x in normed.needless} == {"y", "n"}
-    issued: list[tuple[torch.Tensor | None, Rows]] = []
+    issued: list[tuple[torch.Tensor | None, RowTensors]] = []
     monkeypatch.setattr(LowLatencyModel, "__call__", lambda self, x, out, rows: issued.append((out, rows)))
     plan = plans(gpus, text, [NORM_INPUTS] * 2, monkeypatch)[0]
     results = plan.run(NORM_INPUTS)
