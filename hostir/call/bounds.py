@@ -32,13 +32,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isfinite, sqrt
+from math import isfinite, prod, sqrt
 
 import torch
 
-from hostir.ir.host_ops import AsPartial
+from hostir.ir.op import Codec
 from hostir.ir.program import Program
-from hostir.ir.tensor_ops import Matmul
 from hostir.ir.types import INTEGERS
 from hostir.kernels.dtypes import torch_dtype
 
@@ -86,11 +85,23 @@ def reductions(program: Program, *, ring: bool = False) -> float:
     The module's docstring explains `s`. Its unit is the square of one rounding error. `ring` is True if NCCL computes
     the sums in the program's dtypes, from rank to rank.
     """
-    body = [*program.walk()]
-    sums = sum((s.addends + 1) / 2 if ring and s.collective else 1 for s in body if s.addends)
-    chains = {s.out.name: s.shares for s in body if isinstance(s, AsPartial) and s.shares}
-    ends = [s.addend.name for s in body if isinstance(s, Matmul) and s.addend is not None]
-    return sums + sum((chains[name] + 1) / 2 for name in ends if name in chains)
+    slots = _symmetric(program)
+    sums = (
+        s
+        for s in program.walk()
+        if s.addends or (s.summed and not s.contracts and not slots.isdisjoint(v.name for v in s.reads))
+    )
+    chains = (s.buffer.tensor for s in program.walk() if s.symmetric and s.buffer is not None)
+    ranks = [prod(type.mesh.size(over) for over in type.partial) for type in chains if type.partial and type.mesh]
+    return sum((s.addends + 1) / 2 if ring and s.collective else 1 for s in sums) + sum((n + 1) / 2 for n in ranks)
+
+
+def _symmetric(program: Program) -> set[str]:
+    """Return the names of symmetric buffers, and of views of them. A sum of their slots adds up what ranks have put."""
+    names = {s.buffer.name for s in program.walk() if s.symmetric and s.buffer is not None}
+    for s in program.walk():
+        names |= {v.name for v in s.values(Codec.DEFINE)} if s.viewed is not None and s.viewed.name in names else set()
+    return names
 
 
 def bound(

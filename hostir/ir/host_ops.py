@@ -201,13 +201,6 @@ class AsPartial(ViewStatement):
         axes = [self._local(type, axis) if self.over in axis.marks else axis for axis in type.axes]
         return replace(type.with_axes(axes), partial=tuple(sorted((*type.partial, self.over))))
 
-    @property
-    def shares(self) -> int:
-        """The number of ranks that each hold a part of `x` as their term; 0 if `x` is not sharded over `over`."""
-        type = self.x.tensor
-        sharded = type.mesh is not None and any(self.over in axis.marks for axis in type.axes)
-        return type.mesh.size(self.over) if type.mesh is not None and sharded else 0
-
     def _local(self, type: TensorType, axis: Axis) -> Axis:
         """Return an axis that is sharded over `over`, as a rank holds it."""
         return Axis(tuple(Factor(type.local_factor(f)) if f.on == self.over else f for f in axis.factors)).normal()

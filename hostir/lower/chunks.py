@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hostir.ir.comm_ops import AllReduce
-from hostir.ir.host_ops import Chunk, For, Select, SetStream, Synchronize
+from hostir.ir.host_ops import AsPartial, Chunk, For, Select, SetStream, Synchronize, Wait
 from hostir.ir.onesided_ops import If, Signal, WaitSignal
 from hostir.ir.op import Bin, Expr, Lit, Ref, Statement, Value
 from hostir.ir.sizes import Size
 from hostir.ir.tensor_ops import Contraction, DenseCopy, Sum
-from hostir.ir.types import Axis, TensorType
+from hostir.ir.types import Axis, Kind, TensorType
 from hostir.ir.view_ops import ViewStatement
 from hostir.lower.allreduces import rows_axis
 from hostir.lower.host import Host
@@ -30,10 +30,20 @@ class Chunks:
         count: the number of chunks.
         streams: the maximum number of worker streams.
         product: the product that makes the rows, if it is computed in chunks, too; else None.
+        hosts: a mesh axis over which the sums are partial sums, too, because the ranks are on several hosts. An
+            allreduce between hosts completes the sums of a chunk before other ranks get them. Empty if there is none.
     """
 
-    def __init__(self, host: Host, s: AllReduce, count: int, streams: int, product: Contraction | None) -> None:
-        self.host, self.reduce, self.count, self.product = host, s, count, product
+    def __init__(
+        self,
+        host: Host,
+        s: AllReduce,
+        count: int,
+        streams: int,
+        product: Contraction | None,
+        hosts: str = "",
+    ) -> None:
+        self.host, self.reduce, self.count, self.product, self.hosts = host, s, count, product, hosts
         axis = rows_axis(s)
         assert axis is not None
         self.axis = axis
@@ -41,7 +51,8 @@ class Chunks:
         self.workers = 1 + (streams > 1)
         part = host.destination(product.out) if product else host.values[s.x.name]
         self.team = host.team(s, part)
-        self.result, self.addend, self.activation = epilogue(host, s.out)
+        # An epilogue can follow only a complete sum.
+        self.result, self.addend, self.activation = (s.out, None, "") if hosts else epilogue(host, s.out)
         ranks, type = self.team.ranks, s.out.tensor.host()
         block = Axis.of(type.axes[axis].extent / Size(count * ranks))
         share = type.with_axes(block if j == axis else a for j, a in enumerate(type.axes))
@@ -124,12 +135,23 @@ class Chunks:
         return [
             *(*views, *before),
             replace(total, note="of the rows that this rank sums up"),
-            *(SetStream(self.gathering), Synchronize(host.user)),
+            *(SetStream(self.gathering), Synchronize(host.user), *self.completed(sums)),
             self.each(index, others, [Signal(self.summed, team.rank, _epoch(chunk), peer, team.over, span=s.span)]),
             self.each(index, others, [*turn, wait, self.sums.get(sums, theirs, peer)]),
-            SetStream(host.user),
+            *([] if self.hosts else [SetStream(host.user)]),
             DenseCopy(out=local, x=sums, span=s.span, note="copy: what this rank itself has summed up"),
+            *([SetStream(host.user)] if self.hosts else []),
         ]
+
+    def completed(self, sums: Value) -> list[Statement]:
+        """Return the allreduce between hosts of the sums of a chunk, on the stream that gathers, if any."""
+        if not self.hosts:
+            return []
+        s, views = self.reduce, list[ViewStatement]()
+        addend = add_view(AsPartial(sums, self.named("addend"), self.hosts, span=s.span), views)
+        handle = Value(self.host.names.fresh(f"{s.out.name}_ready"), Kind.HANDLE, s.span)
+        reduce = AllReduce(addend, sums, over=self.hosts, handle=handle, span=s.span, note="between hosts")
+        return [*views, reduce, Wait(handle, span=s.span)]
 
     def buffer(self, name: str, share: TensorType, *lead: int) -> Value:
         """Return a new value for a symmetric buffer. Its type is `share` with leading axes of the extents `lead`.

@@ -113,7 +113,7 @@ def sent(program: Program, strategy: str, mover: Mover, pieces: Pieces, steps: A
         .with_scales_first()
     )
     ordered = _matmuls_first(rows)
-    chunked = {s: _product_in_chunks(s, ordered, steps.chunks_of(s)) for s in rows.reduces if two(s)}
+    chunked = {s: product_in_chunks(s, ordered, steps.chunks_of(s)) for s in rows.reduces if two(s)}
     host = Host(ordered, rows.ordered(ordered, chunked))
     host.apart |= {s.out.name for s in rows.reduces}
     sending = _Sending(host, rows, mover, pieces, steps, chunked)
@@ -300,7 +300,7 @@ def _finished(s: AllReduce, program: Program) -> Iterator[Value]:
         yield rows
 
 
-def _product_in_chunks(s: AllReduce, program: Program, chunks: int) -> Contraction | None:
+def product_in_chunks(s: AllReduce, program: Program, chunks: int) -> Contraction | None:
     """Return the product that makes the rows of an allreduce, if the product can be computed in chunks; else None.
 
     The allreduce must be the only reader of the product's result.

@@ -1,14 +1,14 @@
 """Pass `levels`: split each collective over ranks of several hosts into one between hosts and one inside each host.
 
-The mesh axis of such a collective becomes two axes: the hosts, and the ranks of a host. An all-gather goes between hosts
-first, so that each row crosses a NIC once for each host. A reduce-scatter goes inside hosts first, so that only sums
-cross a NIC. An all-reduce becomes a reduce-scatter inside hosts, an all-reduce between hosts, and an all-gather inside
-hosts. A program whose mesh already has an axis for hosts keeps its mesh, and its collectives get this order.
+The mesh axis of such a collective becomes two axes: the hosts, and the ranks of a host. An all-gather goes between
+hosts first, so that each row crosses a NIC once for each host. A reduce-scatter goes inside hosts first, so that only
+sums cross a NIC. An all-reduce becomes a reduce-scatter inside hosts, an all-reduce between hosts, and an all-gather
+inside hosts. A program whose mesh already has an axis for hosts keeps its mesh, and its collectives get this order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from hostir.ir.comm_ops import AllGather, AllReduce, Broadcast, Collective, Communication, ReduceScatter
@@ -103,9 +103,11 @@ def _with_split_axes(program: Program, names: Names) -> Program:
                 expected="an allgather, a reduce_scatter or an allreduce",
                 hint="use 'pipeline', which slices any communication along a Stream axis, or 'sequential'",
             )
-        hosts, _ = outer.get((s.mesh.name, s.over), ("", 0)) if isinstance(s, Collective) else ("", 0)
         renamed = s.rename(values)
-        body += _in_two(renamed, hosts, renamed.over, names) if hosts and isinstance(renamed, Collective) else [renamed]
+        if isinstance(s, Collective) and isinstance(renamed, Collective) and (s.mesh.name, s.over) in outer:
+            body += _in_two(renamed, outer[s.mesh.name, s.over][0], s.over, names)
+        else:
+            body.append(renamed)
     inputs, outputs = (tuple(values[v.name] for v in vs) for vs in (program.inputs, program.outputs))
     split = tuple(meshes[mesh.name] for mesh in program.meshes)
     return replace(program, meshes=split, inputs=inputs, outputs=outputs, body=tuple(body))
@@ -178,19 +180,20 @@ def _reduced(type: TensorType, over: str) -> TensorType:
 def _in_order(program: Program, names: Names) -> Program:
     """Return the program with each pair of collectives between hosts and inside hosts in the order of this pass."""
     users, outputs = users_of(program), {v.name for v in program.outputs}
-    body = {id(s): [s] for s in program.body}
+    body: dict[int, list[Statement]] = {id(s): [s] for s in program.body}
     for s in program.body:
         using = users.get(s.out.name, []) if isinstance(s, Collective) else []
-        if not isinstance(s, Collective) or len(using) != 1 or s.out.name in outputs:
+        if not isinstance(s, Collective) or len(using) != 1 or s.out.name in outputs or body[id(s)] != [s]:
             continue
-        pair = _levels(s, using[0], program)
-        if pair is None or s is not body[id(s)][0]:
+        user = using[0]
+        pair = _levels(s, user, program)
+        if pair is None or not isinstance(user, Collective):
             continue
         hosts, inside = pair
         wrong = hosts if isinstance(s, ReduceScatter) else inside
         if s.over == wrong or isinstance(s, AllReduce):
             body[id(s)] = []
-            body[id(using[0])] = _in_two(replace(s, out=using[0].out), hosts, inside, names)
+            body[id(user)] = _in_two(replace(s, out=user.out), hosts, inside, names)
     return program.with_body(new for s in program.body for new in body[id(s)])
 
 

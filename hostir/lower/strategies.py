@@ -22,6 +22,8 @@ from hostir.lower import Pass
 from hostir.lower.chain import Chain
 from hostir.lower.finish import AssignStreams, FreeBuffers, MakeDense, Stagger, Tidy
 from hostir.lower.fused import Fused, Push
+from hostir.lower.hierarchical import Hierarchical
+from hostir.lower.levels import Levels
 from hostir.lower.pipeline import Pipeline, Sequential
 from hostir.lower.propagate import Propagate
 from hostir.lower.reshard import Communicate, MakeReshards
@@ -52,6 +54,10 @@ STRATEGIES: dict[str, Strategy] = {
     "fused": Strategy(lambda n: (*EXPLICIT, Fused(n), *FINISH), (1, 2)),
     "push": Strategy(lambda _: (*EXPLICIT, Push(), *FINISH)),
 }
+# Strategies for ranks on several hosts.
+ACROSS_HOSTS: dict[str, Strategy] = {
+    "hierarchical": Strategy(lambda n: (*EXPLICIT, Levels(), Hierarchical(n), *FINISH), (4, 8)),
+}
 # Strategies that name an implementation of collectives instead of NCCL, by this implementation.
 BY: dict[str, str] = {by: f"sequential by {by}" for by in (LOW_LATENCY, ONE_SHOT, TWO_SHOT, COPY_ENGINE)}
 AUTO = "auto"  # the fastest strategy; hostir.choice, which builds on this layer, chooses it
@@ -63,7 +69,7 @@ STREAMS = 4  # the default maximum number of worker streams
 
 def strategies() -> list[str]:
     """Return the names of all strategies."""
-    return [*STRATEGIES, *BY.values()]
+    return [*STRATEGIES, *ACROSS_HOSTS, *BY.values()]
 
 
 def check_strategy(strategy: object) -> None:
@@ -81,7 +87,7 @@ def passes_of(strategy: str = "pipeline", streams: int = STREAMS) -> list[Pass]:
     if isinstance(streams, bool) or not isinstance(streams, int) or streams < 1:
         raise error(f"streams must be at least 1, not {described(streams)}", user_span())
     by = next((by for by, name in BY.items() if name == strategy), None)
-    return [*EXPLICIT, Sequential(by), *FINISH] if by else [*STRATEGIES[strategy].passes(streams)]
+    return [*EXPLICIT, Sequential(by), *FINISH] if by else [*{**STRATEGIES, **ACROSS_HOSTS}[strategy].passes(streams)]
 
 
 class HasProgram(Protocol):
