@@ -10,11 +10,11 @@ from hostir.choice.choices import Candidate, Impossible
 from hostir.choice.platforms import CUDA, GLOO, Platform
 from hostir.ir.comm_ops import Implemented
 from hostir.ir.op import Statement
-from hostir.ir.program import Program, shares_memory
+from hostir.ir.program import Program, shares_memory, stated_hosts
 from hostir.ir.source import HostIRError, Span
 from hostir.lower import STRATEGIES
 from hostir.lower.pipeline import NOT_OVERLAPPED
-from hostir.lower.strategies import BY, lower_unproved, proved
+from hostir.lower.strategies import ACROSS_HOSTS, BY, lower_unproved, proved
 
 SEQUENTIAL = "sequential"
 NOTHING_TO_OVERLAP = "no communication to overlap"
@@ -60,6 +60,8 @@ def candidates_of(
             impossible.append(Impossible(candidate, _equal_reason(program, equal[0])))
         elif candidate.kernels in ("aten", "cublas") and _signals_by_sms(program):
             continue  # always slower: cuBLAS takes all SMs, so kernels that signal wait until a wave of tiles has ended
+        elif unreachable := platform.unreachable(program):
+            impossible.append(Impossible(candidate, unreachable, warn=True))
         elif shares_memory(program) and platform.refuses and not (for_testing and platform.runs_all):
             impossible.append(Impossible(candidate, platform.refuses, warn=True))
         else:
@@ -100,7 +102,8 @@ def _lowered(
     fusion: Program, platform: Platform, kernels: str | Sequence[str]
 ) -> Iterator[tuple[Candidate, Program | HostIRError]]:
     """Yield each candidate with its program, which is not proved yet, or with the error that its strategy raises."""
-    strategies = [(name, n) for name, s in STRATEGIES.items() for n in s.stream_counts]
+    usable = {**STRATEGIES, **(ACROSS_HOSTS if stated_hosts(fusion) > 1 else {})}
+    strategies = [(name, n) for name, s in usable.items() for n in s.stream_counts]
     strategies += [(BY[by], 1) for by in _implementations(fusion, platform)]
     for strategy, streams in strategies:
         program: Program | HostIRError

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hostir.lower import STRATEGIES
+from hostir.lower.strategies import ACROSS_HOSTS
 
 MEASURED, ESTIMATED, ASKED_FOR, FALLBACK = "measured", "estimated", "asked for", "fallback"
 BEING_MEASURED = "being measured"  # with the number of candidates that were tried so far
@@ -23,7 +24,8 @@ class Candidate:
     @property
     def shows_streams(self) -> bool:
         """True if the candidate's text must contain the number of worker streams: the strategy allows several."""
-        counts = STRATEGIES[self.strategy].stream_counts if self.strategy in STRATEGIES else (1,)
+        streamed = {**STRATEGIES, **ACROSS_HOSTS}
+        counts = streamed[self.strategy].stream_counts if self.strategy in streamed else (1,)
         return max(counts) > 1 and (self.streams > 1 or 1 not in counts)
 
     def __str__(self) -> str:
@@ -118,6 +120,7 @@ class Choice:
         timings: the times of the candidates, the fastest first; in a trial only those that were measured so far.
         impossible: the candidates that could not be chosen, with the reasons.
         notes: further remarks, such as communications that cannot be overlapped, and the time that a trial has taken.
+        hosts: the number of hosts that the fusion states, or that the machine has; 0 if neither is known.
     """
 
     fusion: str
@@ -127,6 +130,7 @@ class Choice:
     timings: tuple[Timing, ...] = ()
     impossible: tuple[Impossible, ...] = ()
     notes: tuple[str, ...] = ()
+    hosts: int = 0
 
     @property
     def strategy(self) -> str:
@@ -178,6 +182,7 @@ class Choice:
             tuple(Timing(**{**row, "candidate": Candidate(**row["candidate"])}) for row in data["timings"]),
             tuple(Impossible(**{**row, "candidate": Candidate(**row["candidate"])}) for row in data["impossible"]),
             tuple(data["notes"]),
+            data["hosts"],
         )
 
 

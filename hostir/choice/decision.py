@@ -25,7 +25,7 @@ from hostir.choice.choices import (
 from hostir.choice.cost import CostTask, tasks_of
 from hostir.choice.platforms import ELSEWHERE, SIMULATED, Platform, platform_here, simulated
 from hostir.choice.simulation import EAGER, GRAPH, estimates
-from hostir.ir.program import Program, shares_memory, uses_nccl
+from hostir.ir.program import Program, shares_memory, stated_hosts, uses_nccl, with_hosts
 from hostir.ir.sizes import binding
 from hostir.ir.source import (
     HostIRError,
@@ -36,6 +36,7 @@ from hostir.ir.source import (
     logger,
     warn_once,
 )
+from hostir.job.hosts import equal_number
 from hostir.knobs import KERNELS, SYMMETRIC_LIMIT
 from hostir.lower import CALLS, HasProgram, lower
 from hostir.lower.pipeline import NOT_OVERLAPPED
@@ -110,6 +111,12 @@ def check_sizes(fusion: Program, sizes: dict[str, int]) -> None:
                 f"the size {name}={described(size)} of @{fusion.name}", expected="an integer that is not negative"
             )
     fusion.check_sizes(sizes)
+
+
+def with_hosts_of(program: Program, platform: Platform) -> Program:
+    """Return a fusion that states the hosts of a platform, if they have equally many ranks and it states none."""
+    hosts = equal_number(platform.hosts) if program.ranks == platform.ranks else 0
+    return with_hosts(program, hosts) if hosts and not stated_hosts(program) else program
 
 
 def decider_for(
@@ -201,7 +208,7 @@ class Decider:
         calls: str = "out",
         limit: int | None = None,
     ) -> None:
-        self.program = program
+        self.program = with_hosts_of(program, platform)
         self.platform = platform
         self.kernels = kernels
         self.calls = calls
@@ -298,7 +305,8 @@ class Decider:
         """Return the choice of the fastest candidate."""
         ranked = tuple(sorted(timings, key=lambda timing: timing.us))
         machine = str(self.platform)
-        return Choice(self.program.name, ranked[0].candidate, source, machine, ranked, impossible, tuple(notes))
+        hosts = stated_hosts(self.program)
+        return Choice(self.program.name, ranked[0].candidate, source, machine, ranked, impossible, tuple(notes), hosts)
 
 
 def _communicates(programs: Iterable[Program]) -> bool:
@@ -417,4 +425,4 @@ def _decoded(text: str) -> dict[str, Any]:
 
 def program_of(fusion: Program, choice: Choice) -> Program:
     """Return the host program of the chosen candidate."""
-    return lower(fusion, choice.strategy, choice.streams)
+    return lower(with_hosts(fusion, choice.hosts), choice.strategy, choice.streams)

@@ -11,13 +11,15 @@ from typing import Any
 
 from hostir.choice import calibration
 from hostir.choice.hardware import CPU, REFERENCE, Hardware, hardware_of, parse_machine
-from hostir.ir.program import Program, stated_hosts
+from hostir.ir.program import Program, shared_across, stated_hosts
 from hostir.ir.source import error, user_span
 from hostir.job.hosts import equal_hosts, ranks_by_host
 from hostir.knobs import set_by_launcher
 
 CUDA, GLOO, SIMULATED, ELSEWHERE = "cuda", "gloo", "local", "elsewhere"
 SEVERAL_HOSTS = "several hosts"
+ACROSS_HOSTS = "copies, signals and barriers stay within one host"
+NO_PEER_ACCESS = "some GPUs have no peer access to each other's memory"
 FOR_TESTING = "copies and flags between CPU processes are there for testing"
 
 
@@ -34,7 +36,7 @@ class Platform:
             `alone`.
         versions: the versions of everything that times depend on.
         hardware: the constants that estimates use.
-        refuses: the reason why ranks should not access each other's memory here; empty if they may.
+        refuses: the reason why ranks of one host should not access each other's memory; empty if they may.
         runs_all: True if programs that access the memory of peers still run here, for testing.
         calibrated: True if the constants were scaled by times that were measured on this machine.
         hosts: the ranks of each host; empty if all ranks share a host.
@@ -61,6 +63,11 @@ class Platform:
         """The number and the name of the GPUs, and the number of hosts if there are several."""
         hosts = f" on {len(self.hosts)} hosts" if self.hosts else ""
         return f"{self.ranks} x {self.name}{hosts}"
+
+    def unreachable(self, program: Program) -> str:
+        """Return a reason if ranks of different hosts would access each other's memory in a program, else ""."""
+        pair = shared_across(program, self.hosts) if self.hosts else None
+        return "" if pair is None else f"{ACROSS_HOSTS}, and ranks {pair[0]} and {pair[1]} are on different hosts"
 
     @property
     def computes(self) -> str:
@@ -95,8 +102,7 @@ def reference(hardware: Hardware, ranks: int, hosts: int = 1) -> Platform:
     """
     if hosts == 1:
         return Platform(ELSEWHERE, hardware.name, ranks, "nvlink", (), hardware)
-    refusal, placed = REFUSALS[SEVERAL_HOSTS], equal_hosts(ranks, hosts)
-    return Platform(ELSEWHERE, hardware.name, ranks, SEVERAL_HOSTS, (), hardware, refusal, hosts=placed)
+    return Platform(ELSEWHERE, hardware.name, ranks, SEVERAL_HOSTS, (), hardware, hosts=equal_hosts(ranks, hosts))
 
 
 def planned(program: Program, machine: str, hosts: int | None = None) -> Platform:
@@ -262,12 +268,13 @@ def platform_of(facts: Sequence[dict[str, Any]], hosts: tuple[tuple[int, ...], .
     one_host = not several
     if first["machine"] == GLOO:
         link = "one host" if one_host else SEVERAL_HOSTS
-        refusal = FOR_TESTING if one_host else "processes of several hosts share no memory"
-        platform = Platform(GLOO, first["name"], ranks, link, versions, CPU, refusal, runs_all=one_host, hosts=several)
+        platform = Platform(GLOO, first["name"], ranks, link, versions, CPU, FOR_TESTING, runs_all=True, hosts=several)
         return _calibrated(platform, first)
     names = sorted({device["name"] for device in facts})
-    link = _weakest_link([device["peers"] for device in facts], one_host) if ranks > 1 else "alone"
-    refusal = next((device["refuses"] for device in facts if device["refuses"]), "") or REFUSALS.get(link, "")
+    inside = _weakest_link([device["peers"] for device in facts]) if ranks > 1 else "alone"
+    link = inside if one_host else SEVERAL_HOSTS
+    refusal = next((device["refuses"] for device in facts if device["refuses"]), "")
+    refusal = refusal or (NO_PEER_ACCESS if inside == "no peer access" else "")
     hardware = hardware_of(names[0]) or REFERENCE
     platform = Platform(CUDA, " and ".join(names), ranks, link, versions, hardware, refusal, hosts=several)
     return _calibrated(platform, first)
@@ -283,13 +290,5 @@ def _calibrated(platform: Platform, facts: dict[str, Any]) -> Platform:
     return replace(platform, hardware=hardware, calibrated=True)
 
 
-REFUSALS = {
-    SEVERAL_HOSTS: "copies between GPUs stay within one host, and the ranks are on several",
-    "no peer access": "some GPUs have no peer access to each other's memory",
-}
-
-
-def _weakest_link(links: Sequence[str], one_host: bool) -> str:
-    if not one_host:
-        return SEVERAL_HOSTS
+def _weakest_link(links: Sequence[str]) -> str:
     return next(link for link in ("no peer access", "peer access", "nvlink") if link in links)

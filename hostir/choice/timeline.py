@@ -24,7 +24,7 @@ from hostir.choice.decision import check_ranks, check_sizes
 from hostir.choice.platforms import Platform, planned
 from hostir.choice.simulation import GRAPH, Costs, HostCosts, Simulation, flops, start
 from hostir.ir.op import Phase
-from hostir.ir.program import Program, shares_memory
+from hostir.ir.program import Program
 from hostir.ir.source import error, user_span
 from hostir.kernels.matmul.tiles import Gemm
 from hostir.knobs import KERNELS
@@ -147,11 +147,11 @@ def timeline(
         raise error(f"@{program.name} is a fusion", user_span(), expected="a host program", hint="hi.lower(fusion)")
     platform = planned(program, machine, hosts)
     check_ranks(program, platform)
-    if platform.hosts and shares_memory(program):
+    if refusal := platform.unreachable(program):
         raise error(
-            f"@{program.name} shares memory between ranks: {platform.refuses}",
+            f"@{program.name} shares memory between ranks: {refusal}",
             user_span(),
-            hint="the strategies 'sequential' and 'pipeline' communicate by collectives, which go between hosts",
+            hint="the strategies 'hierarchical', 'pipeline' and 'sequential' use collectives between hosts",
         )
     bound = program.given_sizes(sizes)
     check_sizes(program, bound)

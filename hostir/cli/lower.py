@@ -179,7 +179,7 @@ def main(options: Namespace) -> int:
         raise error(
             "--all begins with the fusion, and nvFuser's form prints host programs", hint="leave one of them out"
         )
-    choose_strategy(program, sizes, options)
+    program = choose_strategy(program, sizes, options)
     stages: list[tuple[str, Program]] = [("fusion", program)]
     final = lower(program, **lowering_of(options), watch=lambda name, after: stages.append((name, after)))
     if options.after is not None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from hostir.cli.loading import load_named, print_once
 from hostir.ir.op import Phase
-from hostir.ir.program import Program
+from hostir.ir.program import Program, with_hosts
 from hostir.ir.source import error
 from hostir.lower import AUTO, lower, passes_of
 
@@ -38,17 +38,17 @@ def lowered(program: Program, sizes: dict[str, int], options: Namespace) -> Prog
     """Lower a fusion, and return the host program. A host program is returned unchanged."""
     if program.phase is Phase.HOST:
         return program
-    choose_strategy(program, sizes, options)
-    return lower(program, **lowering_of(options))
+    return lower(choose_strategy(program, sizes, options), **lowering_of(options))
 
 
-def choose_strategy(program: Program, sizes: dict[str, int], options: Namespace) -> None:
+def choose_strategy(program: Program, sizes: dict[str, int], options: Namespace) -> Program:
     """If `--strategy` is `auto`, choose a strategy, store it in `options`, and print the choice to stderr.
 
-    The number of streams is also stored. For `hostir run`, the kernels are also stored.
+    The number of streams is also stored. For `hostir run`, the kernels are also stored. Return the fusion with the
+    hosts for which the strategy was chosen.
     """
     if options.strategy != AUTO:
-        return
+        return program
     from hostir.cli.auto import choice_for  # loads torch
 
     choice = choice_for(program, sizes, options)
@@ -58,3 +58,4 @@ def choose_strategy(program: Program, sizes: dict[str, int], options: Namespace)
     options.strategy, options.streams = choice.strategy, choice.streams
     if options.command == "run":
         options.kernels = choice.kernels
+    return with_hosts(program, choice.hosts)

@@ -7,7 +7,9 @@ from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 
+from hostir.choice.decision import with_hosts_of
 from hostir.choice.hardware import REFERENCE
+from hostir.choice.platforms import planned
 from hostir.choice.timeline import PredictedSpan, PredictedTimeline, timeline
 from hostir.cli.explain import table
 from hostir.cli.loading import load_named
@@ -68,6 +70,8 @@ def timeline_command(source: Program, sizes: dict[str, int], options: Namespace)
             raise error(f"a timeline in {path}", expected=f"a file ending in {endings[0]}")
     if options.against and source.phase is Phase.HOST:
         raise error(f"@{source.name} is a host program already", hint="--against is for another strategy of a fusion")
+    if source.phase is not Phase.HOST:
+        source = with_hosts_of(source, planned(source, machine, options.hosts))
     strategies = [options.strategy, *options.against]
     timelines: dict[str, PredictedTimeline] = {}
     for strategy in strategies:

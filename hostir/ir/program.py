@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -157,6 +157,49 @@ def stated_hosts(program: Program) -> int:
 def shares_memory(program: Program) -> bool:
     """Return True if ranks access each other's memory. Then they are on one host, and meet before the first call."""
     return any(s.one_sided or s.workspace is not None for s in program.walk())
+
+
+def sharing_teams(program: Program) -> frozenset[tuple[int, ...]]:
+    """Return the teams of ranks that access each other's memory."""
+    teams: set[tuple[int, ...]] = set()
+    for s in program.walk():
+        if s.shared_over is not None and s.shared_over[0].tensor.mesh is not None:
+            teams.update(s.shared_over[0].tensor.mesh.teams(s.shared_over[1]))
+        if s.workspace is not None:
+            teams.update(s.teams)
+    return frozenset(teams)
+
+
+def shared_across(program: Program, hosts: Sequence[Sequence[int]]) -> tuple[int, int] | None:
+    """Return two ranks on different hosts that access each other's memory, if the program has any.
+
+    `hosts` has the ranks of each host. It is empty if all ranks share a host.
+    """
+    host_of = {rank: number for number, ranks in enumerate(hosts) for rank in ranks}
+    pairs = ((team[0], rank) for team in sorted(sharing_teams(program)) for rank in team)
+    return next(((one, other) for one, other in pairs if host_of.get(one) != host_of.get(other)), None)
+
+
+def with_hosts(program: Program, hosts: int) -> Program:
+    """Return the program with meshes that state a number of hosts."""
+    if hosts == stated_hosts(program):
+        return program
+
+    def stated(value: Value) -> Value:
+        type = value.type
+        if not isinstance(type, TensorType) or type.mesh is None:
+            return value
+        return replace(value, type=replace(type, mesh=replace(type.mesh, hosts=hosts)))
+
+    every = [*program.inputs, *program.outputs, *(v for s in program.walk() for v in s.named)]
+    values = {v.name: stated(v) for v in every}
+    return replace(
+        program,
+        meshes=tuple(replace(mesh, hosts=hosts) for mesh in program.meshes),
+        inputs=tuple(values[v.name] for v in program.inputs),
+        outputs=tuple(values[v.name] for v in program.outputs),
+        body=tuple(s.rename(values) for s in program.body),
+    )
 
 
 def uses_nccl(program: Program) -> bool:

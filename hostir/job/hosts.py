@@ -38,6 +38,13 @@ def equal_hosts(ranks: int, hosts: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(range(first, first + ranks // hosts)) for first in range(0, ranks, ranks // hosts))
 
 
+def equal_number(hosts: Sequence[Sequence[int]]) -> int:
+    """Return the number of hosts if they have equally many consecutive ranks; 0 otherwise."""
+    ranks = sum(map(len, hosts))
+    equal = hosts and ranks % len(hosts) == 0 and equal_hosts(ranks, len(hosts)) == tuple(map(tuple, hosts))
+    return len(hosts) if equal else 0
+
+
 def ranks_text(ranks: Sequence[int]) -> str:
     """Return ranks as text, such as "ranks 0, 1"."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

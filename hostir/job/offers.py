@@ -11,7 +11,7 @@ import torch
 
 from hostir.ir import comm_ops
 from hostir.ir.onesided_ops import Barrier as BarrierStatement
-from hostir.ir.program import Program
+from hostir.ir.program import Program, shared_across
 from hostir.ir.source import HostIRError, Span, error
 from hostir.job.hosts import ranks_by_host, ranks_text
 from hostir.kernels.dtypes import TORCH
@@ -125,13 +125,8 @@ def judge(offers: Sequence[Offer], program: Program) -> HostIRError | None:
     """
     if refused := first_refusal([offer.refusal for offer in offers]):
         return refused
-    if len(hosts := ranks_by_host([offer.host for offer in offers])) > 1:
-        there = "; ".join(f"{ranks_text(ranks)}: {offers[ranks[0]].name}" for ranks in hosts)
-        return error(
-            f"the ranks of @{program.name} run on several hosts, which share no memory",
-            expected="one host for a program with symmetric buffers or barriers",
-            notes=((None, there),),
-        )
+    if refused := _across_hosts(offers, program):
+        return refused
     copied = next((s for s in program.walk() if s.workspace is not None), None)
     if copied is not None and len(offers) != program.ranks:
         return error(
@@ -152,6 +147,21 @@ def judge(offers: Sequence[Offer], program: Program) -> HostIRError | None:
             if ((name, rounds), peer) not in held:
                 return _missing(program, name, rank, peer)
     return None
+
+
+def _across_hosts(offers: Sequence[Offer], program: Program) -> HostIRError | None:
+    """Return the error if a rank accesses memory of a rank on another host."""
+    hosts = ranks_by_host([offer.host for offer in offers])
+    pair = shared_across(program, hosts) if len(hosts) > 1 else None
+    if pair is None:
+        return None
+    there = "; ".join(f"{ranks_text(ranks)}: {offers[ranks[0]].name}" for ranks in hosts)
+    return error(
+        f"ranks {pair[0]} and {pair[1]} of @{program.name} run on different hosts, which share no memory",
+        expected="ranks of one host for copies, signals and barriers",
+        hint=f"lower it by 'hierarchical' on hi.DeviceMesh(..., hosts={len(hosts)}), by 'pipeline' or 'sequential'",
+        notes=((None, there),),
+    )
 
 
 def _different(program: Program, buffer: BufferInfo, one: tuple[int, str], other: tuple[int, str]) -> HostIRError:

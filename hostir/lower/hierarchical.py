@@ -19,27 +19,31 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from hostir.ir.host_ops import Allocate, AsPartial, Chunk, For, Select, SetStream, Synchronize, Wait
-from hostir.ir.op import Bin, Expr, Lit, Ref, Statement, Value
+from hostir.ir.op import Bin, Expr, Lit, Statement, Value
 from hostir.ir.program import Program
 from hostir.ir.sizes import Size
 from hostir.ir.tensor_ops import DenseCopy, Sum, TensorOp
 from hostir.ir.types import Axis, Kind
-from hostir.ir.view_ops import Reshape, Shard
+from hostir.ir.view_ops import Permute, Reshape, Shard
 from hostir.lower import Pass
 from hostir.lower.chunks import Chunks
-from hostir.lower.host import Host, modulo
+from hostir.lower.host import Host
 from hostir.lower.loops import Slices
 from hostir.lower.propagate import operands_of, result_of
 from hostir.lower.slices import schedule
 from hostir.lower.transfers import Blocks, Transfers
-from hostir.lower.turns import Moves, Pair, Reduced, Turns
+from hostir.lower.turns import Moves, Pair, Reduced, Split, Turns
+
+# The worker streams of collectives between hosts, and of copies inside a host. If a host has one rank of each team,
+# there is a worker stream for each slice instead.
+BETWEEN, INSIDE = Lit(0), Lit(1)
 
 
 @dataclass(frozen=True)
 class Hierarchical(Pass):
     """Cuts collectives of rows in slices: one goes between hosts while the one before goes inside each host.
 
-    There are at most `streams` slices, each on a worker stream. If a rank's rows lie in pieces, there may be more.
+    There are at most `streams` slices. If a rank's rows lie in separate pieces, each piece is a slice.
     """
 
     name = "hierarchical"
@@ -53,7 +57,7 @@ class Hierarchical(Pass):
         workers = 0
         for step in schedule(program.body, [*moves.groups(), *moves.sums]):
             if isinstance(step, Turns):
-                workers = max(workers, HostTurns(host, step, self.streams).build())
+                workers = max(workers, HostTurns(host, step).build())
             elif isinstance(step, Reduced):
                 chunks = Chunks(host, step.reduce, step.chunks, self.streams, step.product, step.hosts)
                 workers = max(workers, chunks.build())
@@ -65,76 +69,103 @@ class Hierarchical(Pass):
 class HostTurns:
     """Builds the statements of a group: copies in two levels, and turns that compute on what has arrived.
 
-    Each slice has a worker stream for its copies. Computations run on the caller's stream.
+    A turn handles the rows of one host in one slice. Computations run on the caller's stream.
     """
 
-    def __init__(self, host: Host, group: Turns, streams: int) -> None:
+    def __init__(self, host: Host, group: Turns) -> None:
         self.host, self.group = host, group
         pair = group.pairs[0]
-        mesh = pair.between.mesh
         outside = (v for s in group.statements for v in operands_of(s) if v.name in host.values)
-        like = host.values[next(v.name for v in outside if v.tensor.mesh == mesh)]
+        like = host.values[next(v.name for v in outside if v.tensor.mesh == pair.between.mesh)]
         self.hosts = host.team(pair.between, like)
         self.ranks = None if pair.inside is None else host.team(pair.inside, like)
         self.slices = pair.places.slices.count.value or 1
-        self.workers = min(streams, self.slices)
-        self.buffers: dict[str, Value] = {}  # by name: the buffer of a result, with the rows of all turns
+        self.computations = [s for s in group.statements if isinstance(s, TensorOp)]
+        results = {result_of(s).name for s in group.statements}
+        apart = [pair.x for pair in group.scatters if pair.inside is None and not host.used_outside(pair.x, results)]
+        # Products that are computed where a collective between hosts reads them.
+        self.direct = {s.out.name for s in self.computations} & {x.name for x in apart}
+        for s in self.computations:
+            if s.out.name not in self.direct:
+                host.destination(s.out)
         self.gathered = GatheredRows(self, group.gather) if group.gather else None
         self.summed = [SummedRows(self, pair) for pair in group.scatters]
 
+    @property
+    def workers(self) -> int:
+        """The number of worker streams."""
+        return self.slices if self.ranks is None else 2
+
+    def worker(self, slice: Expr) -> Expr:
+        """Return the worker stream of the collectives between hosts that move a slice."""
+        return slice if self.ranks is None else BETWEEN
+
     def build(self) -> int:
         """Append all statements to the host program; return the number of worker streams that they use."""
-        host, body, worker, slice, other = self.host, self.host.body, *map(self.host.index, "wso")
-        shared = [each.transfers for each in (self.gathered, *self.summed) if each and each.transfers]
-        body += shared[0].reuse_barrier() if shared else []
-        for_each_worker = For(worker.value, Size(self.workers), (SetStream(worker), Synchronize(host.user)))
-        body += [for_each_worker] if self.gathered else []
+        host, body, worker, slice = self.host, self.host.body, self.host.index("w"), self.host.index("s")
+        body += self.transfers[0].reuse_barrier() if self.transfers else []
         if self.gathered:
-            body.append(For(slice.value, Size(self.slices), tuple(self.gathered.copies(slice))))
-        body.append(SetStream(host.user))
-        body.append(For(slice.value, Size(self.slices), tuple(self.turn(self.hosts.rank, slice, "own"))))
-        turns = self.turn(self.hosts.peer(Bin("+", other, Lit(1))), slice, "o")
-        ends = [statement for summed in self.summed for statement in summed.between(slice)]
-        loop = For(other.value, Size(self.hosts.ranks - 1), tuple(turns))
-        body.append(For(slice.value, Size(self.slices), (*self.crossed(slice), loop, *ends)))
+            fork = For(worker.value, Size(self.workers), (SetStream(worker), Synchronize(host.user)))
+            body += [fork, *self.gathered.own_copies(), *self.gathered.copies(), SetStream(host.user)]
+        own = self.ranks is not None
+        if own:
+            body += self.own_turns()
+        other = host.index("o")
+        turns = self.turn(self.hosts.peer(Bin("+", other, Lit(1)) if own else other), slice, "o", other)
+        each: list[Statement] = [For(other.value, Size(self.hosts.ranks - own), tuple(turns))]
+        if self.gathered and not own:
+            each.insert(0, Synchronize(self.worker(slice)))
+        for summed in self.summed:
+            each += summed.between(slice)
+        body.append(For(slice.value, Size(self.slices), tuple(each)))
         body.append(For(worker.value, Size(self.workers), (Synchronize(worker),)))
         return self.workers
 
-    def crossed(self, slice: Expr) -> list[Statement]:
-        """Return the wait for a slice that has come from other hosts, in a list, if no flag announces it."""
-        return [] if self.gathered is None or self.ranks is not None else [Synchronize(self.worker(slice))]
+    @property
+    def transfers(self) -> list[Transfers]:
+        """The one-sided copies inside hosts, of each collective."""
+        return [each.transfers for each in (self.gathered, *self.summed) if each and each.transfers]
 
-    def turn(self, of_host: Expr, slice: Expr, suffix: str) -> list[Statement]:
-        """Return the statements for the rows of one host in one slice: waits, computations, and copies of products."""
-        turn = Turn(self, of_host, slice, suffix)
+    def own_turns(self) -> list[Statement]:
+        """Return the statements for the rows of this host, which need no other host.
+
+        There is one turn for each rank of the host, in the order in which their rows arrive. But if sums go between
+        hosts slice by slice, there is one turn for each slice.
+        """
+        if self.summed:
+            slice = self.host.index("s")
+            return [For(slice.value, Size(self.slices), tuple(self.turn(self.hosts.rank, slice, "own")))]
+        assert self.ranks is not None
+        index = self.host.index("i")
+        rank = self.ranks.peer(Bin("-", Lit(self.ranks.ranks), index))
+        turn = self.turn(self.hosts.rank, None, "own", rank=rank)
+        return [For(index.value, Size(self.ranks.ranks), tuple(turn))]
+
+    def turn(
+        self, of_host: Expr, slice: Expr | None, suffix: str, other: Expr | None = None, rank: Expr | None = None
+    ) -> list[Statement]:
+        """Return the statements of a turn: waits, computations, and copies of products.
+
+        Args:
+            of_host: the position of the host.
+            slice: the index of the slice; None for all slices at once.
+            suffix: the end of the names of slices.
+            other: the number of the host, counted from the host after this one; None for this host.
+            rank: the position of a rank in the host, if the turn is for the rows of this rank only.
+        """
+        turn = Turn(self, of_host, rank, slice, suffix)
         if self.gathered:
-            self.gathered.arrive(turn)
+            self.gathered.arrive(turn, other)
         for summed in self.summed:
             summed.expect(turn)
-        for s in self.group.statements:
-            if isinstance(s, TensorOp):
-                turn.statement(s)
+        for s in self.computations:
+            turn.statement(s)
         for summed in self.summed:
             summed.inside(turn)
         return turn.body
 
-    def worker(self, slice: Expr) -> Expr:
-        """Return the number of the worker stream of a slice."""
-        return slice if self.workers == self.slices else modulo(slice, self.workers)
-
-    def flag(self, slice: Expr, of_host: Expr, rank: Expr) -> Expr:
-        """Return the index of the flag for the rows of one host that one rank of this host puts, in one slice."""
-        assert self.ranks is not None
-        turn = Bin("+", Bin("*", slice, Lit(self.hosts.ranks)), of_host)
-        return Bin("+", Bin("*", turn, Lit(self.ranks.ranks)), rank)
-
-    def flags(self) -> Size:
-        """Return the number of flags that `flag` numbers."""
-        assert self.ranks is not None
-        return Size(self.slices * self.hosts.ranks * self.ranks.ranks)
-
     def value(self, name: str, like: Value, axes: Iterable[Axis]) -> Value:
-        """Return a new value with the mesh and the dtype of another, without partial sums."""
+        """Return a new value with the mesh and the dtype of another, which is no partial sum."""
         type = replace(like.tensor.host(), axes=tuple(axes), partial=())
         return Value(self.host.names.fresh(name), type, like.span)
 
@@ -145,132 +176,181 @@ class HostTurns:
         return typed.out
 
     def at(self, x: Value, index: Expr, body: list[Statement], axis: int = 0, name: str = "") -> Value:
-        """Append a view of one index of an axis; return its result, with the given name if that is free."""
+        """Append a view of one index of an axis; return its result. Its name begins with `name`, if that is not ""."""
         out = Value(self.host.names.fresh(name or f"{x.name}_s"), x.type, x.span)
         return self.view(Select(x, out, index, axis, span=x.span), body)
 
+    def in_levels(self, x: Value, pair: Pair, axes: tuple[Axis, ...]) -> Value:
+        """Append views of rows with the axes in the order of `Pair.levels`; return the result.
+
+        `axes` has the types of these axes.
+        """
+        order, body = pair.split.order, self.host.body
+        places = sorted(range(len(order)), key=lambda k: order[k])
+        view = self.value(f"{x.name}_levels", x, (axes[k] for k in places))
+        body.append(Reshape(x, view, span=x.span))
+        if list(order) == sorted(order):
+            return view
+        turned = self.value(view.name, x, axes)
+        body.append(Permute(view, turned, order, span=x.span))
+        return turned
+
 
 class Turn(Slices):
-    """Builds the statements of one turn: those for the rows of one host in one slice.
+    """Builds the statements of one turn.
 
     Args:
         turns: the builder of all turns.
         of_host: the position of the host whose rows these are.
-        slice: the index of the slice.
+        rank: the position of the rank in this host whose rows these are; None for all ranks of the host.
+        slice: the index of the slice; None for all slices.
         suffix: the end of the names of slices.
     """
 
-    def __init__(self, turns: HostTurns, of_host: Expr, slice: Expr, suffix: str) -> None:
+    def __init__(self, turns: HostTurns, of_host: Expr, rank: Expr | None, slice: Expr | None, suffix: str) -> None:
         super().__init__(turns.host, turns.group, of_host, suffix)
-        self.turns, self.of_host, self.slice = turns, of_host, slice
+        self.turns, self.of_host, self.rank, self.slice = turns, of_host, rank, slice
+
+    def levels(self, split: Split) -> list[tuple[int, Expr]]:
+        """Return the positions and the indices of the axes of which a turn has one index, the last position first."""
+        each = [(split.hosts, self.of_host), (split.ranks, self.rank), (split.slices, self.slice)]
+        return sorted([(k, index) for k, index in each if k is not None and index is not None], key=lambda it: -it[0])
 
     def slice_of(self, full: Value, value: Value) -> tuple[Value, bool]:
         split, view = self.turns.group.levels[value.name].split(full.tensor), full
         if full.tensor.axes != split.axes:
             view = Value(self.names.fresh(f"{value.name}_levels"), full.tensor.with_axes(split.axes), value.span)
             self.body.append(Reshape(full, view, span=value.span))
-        name = f"{value.name}_{self.suffix}"
-        for index, k in sorted([(self.of_host, split.hosts), (self.slice, split.slices)], key=lambda each: -each[1]):
-            view = self.turns.at(view, index, self.body, k, name)
+        for k, index in self.levels(split):
+            view = self.turns.at(view, index, self.body, k, f"{value.name}_{self.suffix}")
         return view, True
 
-    def staged(self, value: Value) -> Value:
-        """Return the place of this turn in a buffer for all turns, which the first turn allocates."""
-        if value.name not in self.turns.buffers:
-            turns, type = self.turns, value.tensor.host()
-            axes = turns.group.levels[value.name].split(type).turn
-            rounds = [Axis.of(turns.slices), Axis.of(turns.hosts.ranks), *axes]
-            self.names.taken.discard(value.name)
-            turns.buffers[value.name] = self.host.scratch(value.name, type.with_axes(rounds), value)
-        return self.of_turn(self.turns.buffers[value.name])
+    def rows(self, buffer: Value, pair: Pair) -> Value:
+        """Append views of the rows of this turn in a buffer with the axes `Pair.levels`; return the result.
 
-    def of_turn(self, buffer: Value, hosts: int = 0) -> Value:
-        """Return this turn's part of a buffer with a leading axis of slices, and an axis of hosts inside it."""
-        name = f"{buffer.name}_{self.suffix}"
-        return self.turns.at(self.turns.at(buffer, self.slice, self.body), self.of_host, self.body, hosts, name)
+        Its axes have the order that `slice_of` gives them.
+        """
+        split, rows = pair.split, buffer
+        taken = dict(self.levels(split))
+        for k in reversed(split.order):
+            if k in taken:
+                rows = self.turns.at(rows, taken[k], self.body, split.order.index(k), f"{pair.out.name}_{self.suffix}")
+        left = [k for k in split.order if k not in taken]
+        if left == sorted(left):
+            return rows
+        axes = tuple(left.index(k) for k in sorted(left))
+        turned = self.fresh(rows, rows.tensor.with_axes(rows.tensor.axes[k] for k in axes))
+        self.body.append(Permute(rows, turned, axes, span=rows.span))
+        return turned
 
 
 class GatheredRows:
     """Builds the copies of an all-gather.
 
-    The rows of other hosts arrive in `crossed`. If a host has several ranks, each of them puts its rows, and those that
-    have crossed, to the buffers `shared` of all ranks of its host. Otherwise `shared` holds only the rank's rows.
+    The rows of other hosts arrive in `crossed`, slice by slice. If a host has several ranks, each of them puts its
+    rows, and the rows that have crossed, to the buffer `shared` of all ranks of its host.
     """
 
     def __init__(self, turns: HostTurns, pair: Pair) -> None:
         self.turns, self.pair = turns, pair
-        host, split, s = turns.host, pair.split, pair.between
+        host, s = turns.host, pair.between
         x = host.packed(host.values[pair.x.name], s)
-        self.x = turns.value(f"{x.name}_levels", x, pair.sharded(split.axes, split.hosts, split.ranks))
-        host.body.append(Reshape(x, self.x, span=s.span))
-        self.slices, (axes, self.at_hosts, at_ranks) = split.slices, split.in_slice
-        lead = Axis.of(turns.slices)
-        self.crossed = turns.value(f"{pair.out.name}_crossed", x, (lead, *pair.sharded(axes, None, at_ranks)))
+        self.x = turns.in_levels(x, pair, pair.sharded(pair.levels, hosts=True))
+        hosts, *inner = pair.levels
+        self.at_slices = 0 if pair.inside is None else 1  # in the axes of one host
+        slices = inner.pop(self.at_slices)
+        rows = slices, hosts, *pair.sharded(inner, hosts=False)
+        self.crossed = turns.value(f"{pair.out.name}_crossed", x, rows)
         host.body.append(Allocate(self.crossed, span=s.span))
-        self.shared = turns.value(f"{pair.out.name}_shared", x, (lead, *axes))
-        self.mine = pair.sharded(axes, self.at_hosts, at_ranks)  # the axes of this rank's rows in a slice
         self.transfers: Transfers | None = None
-        if pair.inside is None:
-            host.body.append(Allocate(self.shared, span=s.span))
-        else:
-            self.transfers = Transfers(host, pair.inside, self.shared, flags=turns.flags())
+        if pair.inside is not None:
+            shared = turns.value(f"{pair.out.name}_shared", x, pair.levels)
+            count = (turns.slices * (turns.hosts.ranks - 1) + 1) * s.mesh.size(pair.inside.over)
+            self.transfers = Transfers(host, pair.inside, shared, flags=Size(count))
         inside = {result_of(each).name for each in turns.group.statements[len(pair.statements) :]}
         self.kept = host.destination(pair.out) if host.used_outside(pair.out, inside) else None
 
-    def copies(self, slice: Ref) -> list[Statement]:
-        """Return the statements that send this rank's rows of a slice, and those that have come from other hosts."""
-        turns, s, body = self.turns, self.pair.between, list[Statement]()
-        body.append(SetStream(turns.worker(slice)))
-        mine, crossed = turns.at(self.x, slice, body, self.slices), turns.at(self.crossed, slice, body)
-        handle = Value(turns.host.names.fresh(f"{self.pair.out.name}_ready"), Kind.HANDLE, s.span)
-        body.append(replace(s, x=mine, out=crossed, handle=handle, note="between hosts"))
+    def flag(self, rank: Expr, slice: Expr | None, other: Expr) -> Expr:
+        """Return the index of the flag for rows that a rank of this host puts.
+
+        Args:
+            rank: the position of the rank in its host.
+            slice: the index of the slice; None for the rows of this host, which are put as one block.
+            other: the number of the other host, counted from the host after this one.
+        """
+        if slice is None or self.turns.ranks is None:
+            return rank
+        number = Bin("+", Bin("*", slice, Lit(self.turns.hosts.ranks - 1)), other)
+        return Bin("+", Bin("*", Bin("+", number, Lit(1)), Lit(self.turns.ranks.ranks)), rank)
+
+    def own_copies(self) -> list[Statement]:
+        """Return the copies of this rank's rows to the ranks of its host; empty if it is alone there."""
         if self.transfers is None:
-            return [*body, Wait(handle, span=s.span)]
-        shared = turns.at(self.shared, slice, body)
-        place = self.own_place(shared, body)
-        body += [*self.inside(mine, place, turns.hosts.rank, slice), Wait(handle, span=s.span)]
-        other, each = turns.host.index("o"), list[Statement]()
+            return []
+        shared, s = self.transfers.buffer, self.pair.between
+        place = Value(self.turns.host.names.fresh("place"), self.x.tensor, s.span)
+        return [
+            *(SetStream(INSIDE), Shard(shared, place, span=s.span)),
+            self.inside(self.x, place, None, Lit(0)),
+        ]
+
+    def copies(self) -> list[Statement]:
+        """Return the loop over slices that sends rows between hosts, and passes on what has come from other hosts."""
+        turns, s, body, slice = self.turns, self.pair.between, list[Statement](), self.turns.host.index("s")
+        body.append(SetStream(turns.worker(slice)))
+        mine = turns.at(self.x, slice, body, self.at_slices + 1)
+        crossed = turns.at(self.crossed, slice, body)
+        handle = Value(turns.host.names.fresh(f"{self.pair.out.name}_ready"), Kind.HANDLE, s.span)
+        body += [replace(s, x=mine, out=crossed, handle=handle, note="between hosts"), Wait(handle, span=s.span)]
+        if self.transfers is not None:
+            body += [SetStream(INSIDE), Synchronize(BETWEEN), self.pass_on(crossed, slice)]
+        return [For(slice.value, Size(turns.slices), tuple(body), span=s.span)]
+
+    def pass_on(self, crossed: Value, slice: Expr) -> For:
+        """Return the loop over other hosts that puts the rows of a slice to the ranks of this host."""
+        turns, each, span = self.turns, list[Statement](), self.pair.between.span
+        assert self.transfers is not None
+        other = turns.host.index("o")
         of_host = turns.hosts.peer(Bin("+", other, Lit(1)))
-        there = turns.at(crossed, of_host, each, self.at_hosts, f"{self.crossed.name}_o")
-        rows = turns.at(shared, of_host, each, self.at_hosts, f"{self.shared.name}_o")
-        place = Value(turns.host.names.fresh("place"), there.tensor, s.span)
-        each += [Shard(rows, place, span=s.span), *self.inside(there, place, of_host, slice)]
-        return [*body, For(other.value, Size(turns.hosts.ranks - 1), tuple(each), span=s.span)]
+        rows = turns.at(crossed, of_host, each, name=f"{self.crossed.name}_o")
+        shared = turns.at(self.transfers.buffer, of_host, each, name=f"{self.transfers.buffer.name}_o")
+        ranks = self.pair.sharded(shared.tensor.axes, hosts=False)
+        place = Value(turns.host.names.fresh("place"), shared.tensor.with_axes(ranks), span)
+        each.append(Shard(shared, place, span=span))
+        each.append(self.inside(rows, turns.at(place, slice, each, 1), slice, other))
+        return For(other.value, Size(turns.hosts.ranks - 1), tuple(each), span=span)
 
-    def own_place(self, shared: Value, body: list[Statement]) -> Value:
-        """Append the view of the place of this rank's rows in the rows of a slice; return its result."""
-        place = Value(self.turns.host.names.fresh("place"), shared.tensor.with_axes(self.mine), self.pair.out.span)
-        body.append(Shard(shared, place, span=place.span))
-        return place
-
-    def inside(self, rows: Value, place: Value, of_host: Expr, slice: Expr) -> list[Statement]:
+    def inside(self, rows: Value, place: Value, slice: Expr | None, other: Expr) -> For:
         """Return the loop that puts some rows to all ranks of this host, first to this rank."""
         ranks, transfers = self.turns.ranks, self.transfers
         assert ranks is not None
         assert transfers is not None
         index = self.turns.host.index("i")
-        flag = self.turns.flag(slice, of_host, ranks.rank)
-        copies = transfers.put_and_signal(Blocks(rows, place, (), flag), ranks.peer(index), "inside the host")
-        return [For(index.value, Size(ranks.ranks), copies, span=rows.span)]
+        blocks = Blocks(rows, place, (), self.flag(ranks.rank, slice, other))
+        copies = transfers.put_and_signal(blocks, ranks.peer(index), "inside the host")
+        return For(index.value, Size(ranks.ranks), copies, span=rows.span)
 
-    def arrive(self, turn: Turn) -> None:
-        """Append the waits for the rows of a turn, and make them the operand of its computations."""
-        turns, pair = self.turns, self.pair
-        mine = turn.of_host == turns.hosts.rank
-        if self.transfers is not None:
+    def arrive(self, turn: Turn, other: Expr | None) -> None:
+        """Append the waits for the rows of a turn, and make them the operand of its computations.
+
+        `other` is the number of the other host, counted from the host after this one; None for the rows of this host.
+        """
+        turns, pair, body = self.turns, self.pair, turn.body
+        if self.transfers is None:
+            assert turn.slice is not None
+            slice = turns.at(self.crossed, turn.slice, body)
+            turn.slices[pair.out.name] = turns.at(slice, turn.of_host, body, name=f"{pair.out.name}_{turn.suffix}")
+        else:
             assert turns.ranks is not None
-            index = turns.host.index("i")
-            wait = self.transfers.wait(turns.flag(turn.slice, turn.of_host, index))
-            turn.body.append(For(index.value, Size(turns.ranks.ranks), (wait,), span=pair.between.span))
-        elif mine:  # no collective brings them: they need no wait
-            x = turns.at(self.x, turn.slice, turn.body, self.slices)
-            place = self.own_place(turns.at(self.shared, turn.slice, turn.body), turn.body)
-            turn.body.append(DenseCopy(out=place, x=x, span=pair.out.span))
-        rows = turn.of_turn(self.shared if mine or self.transfers else self.crossed, self.at_hosts)
-        turn.slices[pair.out.name] = rows
+            index, slice_or_none = turns.host.index("i"), None if other is None else turn.slice
+            wait = self.transfers.wait(self.flag(turn.rank or index, slice_or_none, other or Lit(0)))
+            for_each = For(index.value, Size(turns.ranks.ranks), (wait,), span=pair.between.span)
+            body.append(for_each if turn.rank is None else wait)
+            turn.slices[pair.out.name] = turn.rows(self.transfers.buffer, pair)
         if self.kept is not None:
             view, _ = turn.slice_of(self.kept, pair.out)
-            turn.body.append(DenseCopy(out=view, x=rows, span=pair.out.span, note=f"copy: {pair.out} is wanted whole"))
+            note = f"copy: {pair.out} is wanted whole"
+            turn.body.append(DenseCopy(out=view, x=turn.slices[pair.out.name], span=pair.out.span, note=note))
 
 
 class SummedRows:
@@ -282,63 +362,75 @@ class SummedRows:
 
     def __init__(self, turns: HostTurns, pair: Pair) -> None:
         self.turns, self.pair = turns, pair
-        host, split, s = turns.host, pair.split, pair.between
+        host, s = turns.host, pair.between
         like = host.values.get(pair.x.name, pair.x)
-        self.slices, (axes, self.at_hosts, at_ranks) = split.slices, split.in_slice
-        lead = Axis.of(turns.slices)
-        self.sums = turns.value(f"{pair.out.name}_sums", like, (lead, *pair.sharded(axes, None, at_ranks)))
+        hosts, *inner = pair.levels
+        self.at_slices = 0 if pair.inside is None else 1  # in the axes of one host
+        slices = inner.pop(self.at_slices)
+        room = pair.sharded(inner, hosts=False)
+        self.sums = turns.value(f"{pair.out.name}_sums", like, (slices, hosts, *room))
         self.transfers: Transfers | None = None
         if pair.inside is None:
             self.sums = replace(self.sums, type=replace(self.sums.tensor, partial=pair.x.tensor.partial))
         else:
-            room = pair.sharded(split.turn, None, split.ranks_in_turn)
-            slots = [lead, Axis.of(turns.hosts.ranks), Axis.of(s.mesh.size(pair.inside.over)), *room]
-            sent = turns.value(f"{pair.out.name}_sent", like, slots)
-            self.transfers = Transfers(host, pair.inside, sent, flags=turns.flags())
+            ranks = s.mesh.size(pair.inside.over)
+            sent = turns.value(f"{pair.out.name}_sent", like, (slices, hosts, Axis.of(ranks), *room))
+            self.transfers = Transfers(host, pair.inside, sent, flags=Size(turns.slices * turns.hosts.ranks * ranks))
         host.body.append(Allocate(self.sums, span=s.span))
-        out = host.destination(pair.out)
-        self.out = turns.value(f"{pair.out.name}_levels", out, pair.sharded(split.axes, split.hosts, split.ranks))
-        host.body.append(Reshape(out, self.out, span=s.span))
+        self.out = turns.in_levels(host.destination(pair.out), pair, pair.sharded(pair.levels, hosts=True))
+
+    def of_turn(self, buffer: Value, turn: Turn) -> Value:
+        """Append the views of the part of a buffer that belongs to a turn; return the result."""
+        assert turn.slice is not None
+        part = self.turns.at(buffer, turn.slice, turn.body)
+        return self.turns.at(part, turn.of_host, turn.body, name=f"{buffer.name}_{turn.suffix}")
 
     def expect(self, turn: Turn) -> None:
         """Let the computations of a turn write their products where they are sent from, if that is possible."""
-        made = any(isinstance(s, TensorOp) and s.out.name == self.pair.x.name for s in self.turns.group.statements)
-        if made and self.transfers is None and not turn.escapes(self.pair.x):
-            turn.slices[self.pair.x.name] = turn.of_turn(self.sums, self.at_hosts)
+        if self.pair.x.name in self.turns.direct:
+            turn.slices[self.pair.x.name] = self.of_turn(self.sums, turn)
 
     def inside(self, turn: Turn) -> None:
         """Append the copies of the products of a turn to the ranks of this host, and the sum of what they have sent."""
-        turns, pair, transfers, body = self.turns, self.pair, self.transfers, turn.body
-        x = pair.x
-        product = turn.slices[x.name] if x.name in turn.slices else turn.slice_of(turns.host.values[x.name], x)[0]
-        sums = turn.of_turn(self.sums, self.at_hosts)
-        if transfers is None:
-            if product.tensor != sums.tensor or x.name not in turn.slices:
-                body.append(DenseCopy(out=sums, x=product, span=x.span))
+        turns, x = self.turns, self.pair.x
+        product = turn.slices.get(x.name) or turn.slice_of(turns.host.values[x.name], x)[0]
+        if self.transfers is None:
+            if x.name not in turns.direct:
+                turn.body.append(DenseCopy(out=self.of_turn(self.sums, turn), x=product, span=x.span))
             return
-        ranks, index = turns.ranks, turns.host.index("i")
+        ranks, transfers, index, each = turns.ranks, self.transfers, turns.host.index("i"), list[Statement]()
+        at_ranks = self.pair.split.ranks_in_turn
         assert ranks is not None
-        assert pair.split.ranks_in_turn is not None
-        sent, each = turn.of_turn(transfers.buffer), list[Statement]()
-        body += [SetStream(turns.worker(turn.slice)), Synchronize(turns.host.user)]
-        name = Value(turns.host.names.fresh(f"{x.name}_block"), x.type, x.span)
+        assert at_ranks is not None
+        turn.body += [SetStream(INSIDE), Synchronize(turns.host.user)]
+        sums, sent = self.of_turn(self.sums, turn), self.of_turn(transfers.buffer, turn)
+        slot = turns.at(sent, ranks.rank, turn.body, name="slot")
         count, to = Size(ranks.ranks), ranks.peer(index)
-        block = turns.view(Chunk(product, name, to, count, pair.split.ranks_in_turn, span=x.span), each)
-        slot = turns.at(sent, ranks.rank, body, name="slot")
-        flag = turns.flag(turn.slice, turn.of_host, ranks.rank)
-        each += transfers.put_and_signal(Blocks(block, slot, (), flag), to, "inside the host")
-        body.append(For(index.value, count, tuple(each), span=x.span))
-        wait = transfers.wait(turns.flag(turn.slice, turn.of_host, index))
-        body.append(For(index.value, count, (wait,), span=x.span))
-        body += [Sum(sums, sent, 0, span=x.span, note="of the ranks of this host"), SetStream(turns.host.user)]
+        name = Value(turns.host.names.fresh(f"{x.name}_block"), x.type, x.span)
+        block = turns.view(Chunk(product, name, to, count, at_ranks, span=x.span), each)
+        each += transfers.put_and_signal(Blocks(block, slot, (), self.flag(turn, ranks.rank)), to, "inside the host")
+        wait = transfers.wait(self.flag(turn, index))
+        turn.body += [
+            For(index.value, count, tuple(each), span=x.span),
+            For(index.value, count, (wait,), span=x.span),
+            Sum(sums, sent, 0, span=x.span, note="of the ranks of this host"),
+            SetStream(turns.host.user),
+        ]
+
+    def flag(self, turn: Turn, rank: Expr) -> Expr:
+        """Return the index of the flag for the rows of a turn that a rank of this host puts."""
+        assert turn.slice is not None
+        assert self.turns.ranks is not None
+        number = Bin("+", Bin("*", turn.slice, Lit(self.turns.hosts.ranks)), turn.of_host)
+        return Bin("+", Bin("*", number, Lit(self.turns.ranks.ranks)), rank)
 
     def between(self, slice: Expr) -> list[Statement]:
         """Return the statements that send the sums of a slice between hosts."""
         turns, s, body = self.turns, self.pair.between, list[Statement]()
-        body.append(SetStream(turns.worker(slice)))
-        body += [Synchronize(turns.host.user)] if self.transfers is None else []
-        sums, out = turns.at(self.sums, slice, body), turns.at(self.out, slice, body, self.slices)
-        if self.transfers is not None:
+        alone = self.transfers is None
+        body += [SetStream(turns.worker(slice)), Synchronize(turns.host.user if alone else INSIDE)]
+        sums, out = turns.at(self.sums, slice, body), turns.at(self.out, slice, body, self.at_slices + 1)
+        if not alone:
             name = Value(turns.host.names.fresh("addend"), sums.type, s.span)
             sums = turns.view(AsPartial(sums, name, s.over, span=s.span), body)
         handle = Value(turns.host.names.fresh(f"{self.pair.out.name}_ready"), Kind.HANDLE, s.span)

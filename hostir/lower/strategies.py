@@ -56,7 +56,7 @@ STRATEGIES: dict[str, Strategy] = {
 }
 # Strategies for ranks on several hosts.
 ACROSS_HOSTS: dict[str, Strategy] = {
-    "hierarchical": Strategy(lambda n: (*EXPLICIT, Levels(), Hierarchical(n), *FINISH), (4, 8)),
+    "hierarchical": Strategy(lambda n: (*EXPLICIT, Levels(), Hierarchical(n), *FINISH), (2, 4, 8)),
 }
 # Strategies that name an implementation of collectives instead of NCCL, by this implementation.
 BY: dict[str, str] = {by: f"sequential by {by}" for by in (LOW_LATENCY, ONE_SHOT, TWO_SHOT, COPY_ENGINE)}

@@ -83,20 +83,14 @@ class Split:
     slices: int
 
     @property
-    def turn(self) -> tuple[Axis, ...]:
-        """The axes of the rows of one turn."""
-        return tuple(axis for k, axis in enumerate(self.axes) if k not in (self.hosts, self.slices))
-
-    @property
-    def in_slice(self) -> tuple[tuple[Axis, ...], int, int | None]:
-        """The axes of the rows of one slice, and the positions of the hosts and of the ranks of a host in them."""
-        axes = tuple(axis for k, axis in enumerate(self.axes) if k != self.slices)
-        ranks = None if self.ranks is None else self.ranks - (self.slices < self.ranks)
-        return axes, self.hosts - (self.slices < self.hosts), ranks
+    def order(self) -> tuple[int, ...]:
+        """The positions of the axes in another order: hosts, ranks of a host, slices, and then the other axes."""
+        levels = [k for k in (self.hosts, self.ranks, self.slices) if k is not None]
+        return (*levels, *(k for k in range(len(self.axes)) if k not in levels))
 
     @property
     def ranks_in_turn(self) -> int | None:
-        """The position of the ranks of a host in `turn`."""
+        """The position of the ranks of a host in the axes without hosts and slices."""
         return None if self.ranks is None else self.ranks - sum(k < self.ranks for k in (self.hosts, self.slices))
 
 
@@ -142,10 +136,21 @@ class Pair:
     def split(self) -> Split:
         return self.places.split(self.rows.tensor)
 
-    def sharded(self, axes: Sequence[Axis], hosts: int | None, ranks: int | None) -> tuple[Axis, ...]:
-        """Return axes with the hosts at position `hosts`, and the ranks of a host at position `ranks`, sharded."""
-        marks = {hosts: self.between.over} | ({} if self.inside is None else {ranks: self.inside.over})
-        return tuple(Axis.of(axis.extent, marks[k]) if k in marks else axis for k, axis in enumerate(axes))
+    @property
+    def levels(self) -> tuple[Axis, ...]:
+        """The axes of the rows in the order of `Split.order`, unsharded."""
+        return tuple(self.split.axes[k] for k in self.split.order)
+
+    def sharded(self, axes: Sequence[Axis], *, hosts: bool) -> tuple[Axis, ...]:
+        """Return axes in the order of `levels`, with the ranks of a host sharded.
+
+        With `hosts`, the axes begin with the hosts, which are sharded, too. Otherwise they begin with the ranks.
+        """
+        overs = [self.between.over] if hosts else []
+        overs += [] if self.inside is None else [self.inside.over]
+        return tuple(Axis.of(axis.extent, over) for axis, over in zip(axes, overs, strict=False)) + tuple(
+            axes[len(overs) :]
+        )
 
 
 @dataclass
@@ -293,8 +298,8 @@ class Moves:
         `taken` has the results of statements of other groups.
         """
         group = Turns(gather=pair)
-        for s in pair.statements:
-            group.put(s, {pair.out.name: pair.places})
+        for move in pair.statements:
+            group.put(move, {pair.out.name: pair.places})
         inside, late = {pair.out.name}, {n for n, latest in after.items() if latest >= after[pair.out.name]}
         for s in self.program.body:
             source = next((v for v in operands_of(s) if v.name in inside), None)

@@ -54,6 +54,7 @@ class PeerMemory:
         self.mine = torch.empty(0)  # between `reserve` and `map`
         self.aside: torch.cuda.Stream | None = None  # for flags that are raised while all other streams may wait
         self.nans = torch.empty(0, dtype=torch.uint8)  # pinned bytes, which are NaN in every dtype
+        self.host_group: Any = None  # the registered group of the ranks of this host, if there are several hosts
         self.handle: Any = None  # torch's handle of the latest mapped memory; peers stay mapped as long as it lives
 
     @contextlib.contextmanager
@@ -82,14 +83,30 @@ class PeerMemory:
     def map(self, offers: Sequence[Offer], ranks: set[int]) -> dict[int, torch.Tensor]:
         """Map the memory of `ranks`, and return the bytes of each rank. All ranks must call this."""
         mine, self.mine = self.mine, torch.empty(0)
-        if len(offers) == 1:
+        here = [rank for rank, offer in enumerate(offers) if offer.host == offers[self.rank].host]
+        if len(here) == 1:
             return {self.rank: mine}
         import torch.distributed._symmetric_memory as symmetric_memory
 
-        handle = symmetric_memory.rendezvous(mine, self.group())
+        handle = symmetric_memory.rendezvous(mine, self.group_of(here, len(offers)))
         self.handle = handle
-        maps = {peer: handle.get_buffer(peer, mine.shape, torch.uint8) for peer in ranks if peer != self.rank}
+        peers = (peer for peer in ranks if peer != self.rank)
+        maps = {peer: handle.get_buffer(here.index(peer), mine.shape, torch.uint8) for peer in peers}
         return {self.rank: mine, **maps}
+
+    def group_of(self, here: Sequence[int], ranks: int) -> Any:
+        """Return the registered process group of the ranks of this host: the group of all ranks if there is one host.
+
+        Args:
+            here: the ranks of this host, in ascending order.
+            ranks: the number of all ranks.
+        """
+        if len(here) == ranks:
+            return self.group()
+        if self.host_group is None:
+            everyone = dist.get_process_group_ranks(self.group())
+            self.host_group = dist.new_group([everyone[rank] for rank in here], use_local_synchronization=True)
+        return self.host_group
 
     def synchronize(self) -> None:
         """Wait until the GPU is idle."""

@@ -21,11 +21,11 @@ from hostir.plan.unrolled import UnrolledProgram
 
 
 class SharedFiles:
-    """The shared files of this process, and the file lock that orders memory accesses of all ranks."""
+    """The shared files of this process, and the file lock that orders memory accesses of the ranks of this host."""
 
     def __init__(self) -> None:
         self.mutex = threading.Lock()
-        self.lock = -1  # descriptor of the file that all ranks lock in turn
+        self.lock = -1  # descriptor of the file that the ranks of this host lock in turn
         self.unlock: Callable[[], object] | None = None  # closes that file
 
     @contextlib.contextmanager
@@ -46,9 +46,11 @@ class SharedFiles:
     def map(self, offers: Sequence[Offer], ranks: set[int]) -> dict[int, torch.Tensor]:
         """Map the files of `ranks`, and return the bytes of each rank.
 
-        The newest file of rank 0 also becomes the lock file, which all ranks lock in turn.
+        The newest file of the first rank of this host also becomes the lock file, which the ranks of a host lock in
+        turn.
         """
-        newest = os.open(offers[0].path, os.O_RDWR)
+        host = offers[min(ranks)].host
+        newest = os.open(next(offer.path for offer in offers if offer.host == host), os.O_RDWR)
         if self.lock < 0:
             self.lock = newest
             self.unlock = weakref.finalize(self, os.close, self.lock)
@@ -89,7 +91,7 @@ class SharedFiles:
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """Hold the lock of all ranks within the context.
+        """Hold the lock of the ranks of this host within the context.
 
         Everything that a rank writes before its turn is visible to every rank with a later turn. This is needed because
         torch copies with plain stores, and Python has no memory fence. On Arm, a flag that is written after some data

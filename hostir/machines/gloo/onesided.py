@@ -32,7 +32,7 @@ Flags = Any  # a row of flags as a numpy array: one load reads a flag, and one s
 class GlooOneSided:
     """Adds the one-sided operations of a plan to the lanes of its streams.
 
-    `turn` returns a context manager that holds the lock of all ranks: see `SharedFiles.turn`.
+    `turn` returns a context manager that holds the lock of the ranks of this host: see `SharedFiles.turn`.
     """
 
     def __init__(
