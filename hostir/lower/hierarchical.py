@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from hostir.ir.comm_ops import AllGather, Collective
 from hostir.ir.host_ops import Allocate, AsPartial, Chunk, For, Select, SetStream, Synchronize, Wait
 from hostir.ir.op import Bin, Expr, Lit, Statement, Value
 from hostir.ir.program import Program
@@ -52,10 +53,11 @@ class Hierarchical(Pass):
     def run(self, program: Program) -> Program:
         moves = Moves.of(program, self.streams)
         program = moves.noted(self.name)
-        host = Host(program)
+        steps = schedule(program.body, [*moves.groups(), *moves.sums])
+        host = Host(program, ordered(steps))
         host.apart |= {step.reduce.out.name for step in moves.sums}
         workers = 0
-        for step in schedule(program.body, [*moves.groups(), *moves.sums]):
+        for step in steps:
             if isinstance(step, Turns):
                 workers = max(workers, HostTurns(host, step).build())
             elif isinstance(step, Reduced):
@@ -64,6 +66,25 @@ class Hierarchical(Pass):
             elif isinstance(step, Statement):
                 host.add_unsliced(step)
         return host.finished(workers)
+
+
+def ordered(steps: Iterable[object]) -> set[tuple[str, str]]:
+    """Return the teams inside hosts that need no barrier between two calls, because flags order the calls.
+
+    A team is a pair: the name of the mesh, and the name of the mesh axis. It needs a barrier if its first collective of
+    a call gathers rows, and no sum follows: then a rank may put rows of the next call where a peer still reads. After a
+    sum, a rank knows that its peers have sent what they computed from all gathered rows. And if a sum comes first, its
+    slots of the call before have been read before its peers have sent their last rows.
+    """
+    begins: dict[tuple[str, str], bool] = {}  # by team: True if its first collective gathers
+    ends: dict[tuple[str, str], bool] = {}  # by team: True if its last collective sums up
+    for step in steps:
+        inside: list[Collective] = [step.reduce] if isinstance(step, Reduced) else []
+        inside += [pair.inside for pair in step.pairs if pair.inside] if isinstance(step, Turns) else []
+        for s in inside:
+            begins.setdefault((s.mesh.name, s.over), isinstance(s, AllGather))
+            ends[s.mesh.name, s.over] = not isinstance(s, AllGather)
+    return {team for team, gathers in begins.items() if ends[team] or not gathers}
 
 
 class HostTurns:
@@ -92,6 +113,11 @@ class HostTurns:
         self.summed = [SummedRows(self, pair) for pair in group.scatters]
 
     @property
+    def forks(self) -> bool:
+        """True if worker streams begin before the first turn: they gather rows, or put rows that no turn makes."""
+        return self.gathered is not None or (self.ranks is not None and not self.computations)
+
+    @property
     def workers(self) -> int:
         """The number of worker streams."""
         return self.slices if self.ranks is None else 2
@@ -104,9 +130,10 @@ class HostTurns:
         """Append all statements to the host program; return the number of worker streams that they use."""
         host, body, worker, slice = self.host, self.host.body, self.host.index("w"), self.host.index("s")
         body += self.transfers[0].reuse_barrier() if self.transfers else []
-        if self.gathered:
-            fork = For(worker.value, Size(self.workers), (SetStream(worker), Synchronize(host.user)))
-            body += [fork, *self.gathered.own_copies(), *self.gathered.copies(), SetStream(host.user)]
+        if self.forks:
+            body.append(For(worker.value, Size(self.workers), (SetStream(worker), Synchronize(host.user))))
+            body += [*self.gathered.own_copies(), *self.gathered.copies()] if self.gathered else []
+            body.append(SetStream(host.user))
         own = self.ranks is not None
         if own:
             body += self.own_turns()
@@ -118,7 +145,8 @@ class HostTurns:
         for summed in self.summed:
             each += summed.between(slice)
         body.append(For(slice.value, Size(self.slices), tuple(each)))
-        body.append(For(worker.value, Size(self.workers), (Synchronize(worker),)))
+        if own or self.summed:  # else each slice has waited for its stream
+            body.append(For(worker.value, Size(self.workers), (Synchronize(worker),)))
         return self.workers
 
     @property
@@ -402,7 +430,7 @@ class SummedRows:
         at_ranks = self.pair.split.ranks_in_turn
         assert ranks is not None
         assert at_ranks is not None
-        turn.body += [SetStream(INSIDE), Synchronize(turns.host.user)]
+        turn.body += [SetStream(INSIDE), *([Synchronize(turns.host.user)] if turns.computations else [])]
         sums, sent = self.of_turn(self.sums, turn), self.of_turn(transfers.buffer, turn)
         slot = turns.at(sent, ranks.rank, turn.body, name="slot")
         count, to = Size(ranks.ranks), ranks.peer(index)
