@@ -128,6 +128,8 @@ def lower(
             each shard. With `fused` and `push`, every rank copies its shard to all other ranks, and one matmul computes
             each shard when the shard has arrived. In `fused`, copy engines copy. In `push`, a few SMs copy. With
             `chain`, the matmul of a rank adds to the rows of a reduce-scatter that the rank before it has computed.
+            `hierarchical` is for ranks on several hosts, which the mesh must state. Collectives move slices of rows
+            between hosts, and copies move them inside each host, while matmuls compute on complete slices.
             `sequential by low_latency`, `sequential by one_shot`, `sequential by two_shot` and `sequential by
             copy_engine` are `sequential` with collectives by symmetric memory instead of NCCL. `auto` takes the fastest
             strategy, as `compile` does.

@@ -192,10 +192,6 @@ class PeerCopy(Statement):
         raise AssertionError(type(self).__name__)
 
     @property
-    def shared_over(self) -> tuple[Value, str]:
-        return self.remote, self.over
-
-    @property
     def multiprocessors(self) -> int:
         """The number of SMs that run the copy; 0 if a copy engine runs it."""
         return 0
@@ -312,10 +308,6 @@ class Signal(Statement):
         return self.sms > 0
 
     @property
-    def shared_over(self) -> tuple[Value, str]:
-        return self.flags, self.over
-
-    @property
     def flag_operands(self) -> tuple[FlagOperand, ...]:
         return (FlagOperand(self.flags, self.slot, self.epoch, raises=True),)
 
@@ -383,10 +375,6 @@ class Barrier(Statement):
     uncut = True
     x: Use
     over: Name
-
-    @property
-    def shared_over(self) -> tuple[Value, str]:
-        return self.x, self.over
 
     @property
     def waits(self) -> int:

@@ -315,11 +315,6 @@ class Traits:
         return None
 
     @property
-    def shared_over(self) -> tuple[Value, str] | None:
-        """A tensor and an axis of its mesh, if the statement accesses memory of ranks along this axis; else None."""
-        return None
-
-    @property
     def needs_reserved_sm(self) -> bool:
         """True if the statement runs on the SM for signals, which a kernel leaves free while it waits for flags."""
         return False

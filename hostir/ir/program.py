@@ -163,8 +163,9 @@ def sharing_teams(program: Program) -> frozenset[tuple[int, ...]]:
     """Return the teams of ranks that access each other's memory."""
     teams: set[tuple[int, ...]] = set()
     for s in program.walk():
-        if s.shared_over is not None and s.shared_over[0].tensor.mesh is not None:
-            teams.update(s.shared_over[0].tensor.mesh.teams(s.shared_over[1]))
+        over = getattr(s, "over", "") if s.one_sided else ""  # copies, signals and barriers are over a mesh axis
+        meshes = {v.type.mesh for v in s.named if isinstance(v.type, TensorType)}
+        teams.update(team for mesh in meshes if mesh and over in mesh.axes for team in mesh.teams(over))
         if s.workspace is not None:
             teams.update(s.teams)
     return frozenset(teams)

@@ -33,7 +33,7 @@ from hostir.lower.loops import Slices
 from hostir.lower.propagate import operands_of, result_of
 from hostir.lower.slices import schedule
 from hostir.lower.transfers import Blocks, Transfers
-from hostir.lower.turns import Moves, Pair, Reduced, Split, Turns
+from hostir.lower.turns import Moves, Pair, Reduced, SplitAxes, TurnGroup
 
 # The worker streams of collectives between hosts, and of copies inside a host. If a host has one rank of each team,
 # there is a worker stream for each slice instead.
@@ -58,7 +58,7 @@ class Hierarchical(Pass):
         host.apart |= {step.reduce.out.name for step in moves.sums}
         workers = 0
         for step in steps:
-            if isinstance(step, Turns):
+            if isinstance(step, TurnGroup):
                 workers = max(workers, HostTurns(host, step).build())
             elif isinstance(step, Reduced):
                 chunks = Chunks(host, step.reduce, step.chunks, self.streams, step.product, step.hosts)
@@ -80,7 +80,7 @@ def ordered(steps: Iterable[object]) -> set[tuple[str, str]]:
     ends: dict[tuple[str, str], bool] = {}  # by team: True if its last collective sums up
     for step in steps:
         inside: list[Collective] = [step.reduce] if isinstance(step, Reduced) else []
-        inside += [pair.inside for pair in step.pairs if pair.inside] if isinstance(step, Turns) else []
+        inside += [pair.inside for pair in step.pairs if pair.inside] if isinstance(step, TurnGroup) else []
         for s in inside:
             begins.setdefault((s.mesh.name, s.over), isinstance(s, AllGather))
             ends[s.mesh.name, s.over] = not isinstance(s, AllGather)
@@ -93,7 +93,7 @@ class HostTurns:
     A turn handles the rows of one host in one slice. Computations run on the caller's stream.
     """
 
-    def __init__(self, host: Host, group: Turns) -> None:
+    def __init__(self, host: Host, group: TurnGroup) -> None:
         self.host, self.group = host, group
         pair = group.pairs[0]
         outside = (v for s in group.statements for v in operands_of(s) if v.name in host.values)
@@ -239,7 +239,7 @@ class Turn(Slices):
         super().__init__(turns.host, turns.group, of_host, suffix)
         self.turns, self.of_host, self.rank, self.slice = turns, of_host, rank, slice
 
-    def levels(self, split: Split) -> list[tuple[int, Expr]]:
+    def levels(self, split: SplitAxes) -> list[tuple[int, Expr]]:
         """Return the positions and the indices of the axes of which a turn has one index, the last position first."""
         each = [(split.hosts, self.of_host), (split.ranks, self.rank), (split.slices, self.slice)]
         return sorted([(k, index) for k, index in each if k is not None and index is not None], key=lambda it: -it[0])

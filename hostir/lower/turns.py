@@ -50,7 +50,7 @@ class Places:
         hosts, *ranks, slices = places
         return Places(hosts, ranks[0] if ranks else None, slices)
 
-    def split(self, type: TensorType) -> Split:
+    def split(self, type: TensorType) -> SplitAxes:
         """Return the axes of a tensor with the three places as separate axes.
 
         What is left of an axis of rows is left out if its extent is 1, unless a turn would have no axis of rows.
@@ -70,11 +70,11 @@ class Places:
                 axes.append(axis)
             elif not rest.is_one or (self.ranks is None and k == self.hosts.axis):
                 axes.append(Axis.of(rest))
-        return Split(tuple(axes), at[self.hosts], None if self.ranks is None else at[self.ranks], at[self.slices])
+        return SplitAxes(tuple(axes), at[self.hosts], None if self.ranks is None else at[self.ranks], at[self.slices])
 
 
 @dataclass(frozen=True)
-class Split:
+class SplitAxes:
     """The axes of a tensor if hosts, ranks of a host and slices are separate axes, and the positions of these axes."""
 
     axes: tuple[Axis, ...]
@@ -133,12 +133,12 @@ class Pair:
         return self.out if self.gathers else self.x
 
     @property
-    def split(self) -> Split:
+    def split(self) -> SplitAxes:
         return self.places.split(self.rows.tensor)
 
     @property
     def levels(self) -> tuple[Axis, ...]:
-        """The axes of the rows in the order of `Split.order`, unsharded."""
+        """The axes of the rows in the order of `SplitAxes.order`, unsharded."""
         return tuple(self.split.axes[k] for k in self.split.order)
 
     def sharded(self, axes: Sequence[Axis], *, hosts: bool) -> tuple[Axis, ...]:
@@ -154,7 +154,7 @@ class Pair:
 
 
 @dataclass
-class Turns(SlicedGroup):
+class TurnGroup(SlicedGroup):
     """Computations that run turn by turn, with the collectives that bring their rows and take their sums.
 
     Fields:
@@ -258,13 +258,13 @@ class Moves:
             hint="use 'pipeline', which slices any communication along a Stream axis, or 'sequential'",
         )
 
-    def groups(self) -> list[Turns]:
+    def groups(self) -> list[TurnGroup]:
         """Return a group for each all-gather and reduce-scatter, with the computations that run turn by turn.
 
         A reduce-scatter joins the group of an all-gather that computes its rows in the same turns.
         """
         after = self._after()
-        groups: list[Turns] = []
+        groups: list[TurnGroup] = []
         taken: set[str] = set()
         for pair in self.pairs:
             if pair.gathers:
@@ -292,12 +292,12 @@ class Moves:
             after[result_of(s).name] = max([number.get(result_of(s).name, -1), *reads])
         return after
 
-    def _from(self, pair: Pair, after: Mapping[str, int], taken: Collection[str]) -> Turns:
+    def _from(self, pair: Pair, after: Mapping[str, int], taken: Collection[str]) -> TurnGroup:
         """Return the group of an all-gather, with the computations that can run turn by turn on its rows.
 
         `taken` has the results of statements of other groups.
         """
-        group = Turns(gather=pair)
+        group = TurnGroup(gather=pair)
         for move in pair.statements:
             group.put(move, {pair.out.name: pair.places})
         inside, late = {pair.out.name}, {n for n, latest in after.items() if latest >= after[pair.out.name]}
@@ -313,9 +313,9 @@ class Moves:
                 inside.add(result_of(s).name)
         return group
 
-    def _for(self, pair: Pair, taken: Collection[str]) -> Turns:
+    def _for(self, pair: Pair, taken: Collection[str]) -> TurnGroup:
         """Return the group of a reduce-scatter, with the computations that can make its rows turn by turn."""
-        group, overs = Turns(levels={pair.rows.name: pair.places}), {s.over for s in pair.statements}
+        group, overs = TurnGroup(levels={pair.rows.name: pair.places}), {s.over for s in pair.statements}
         for s in reversed(self.program.body):
             name = result_of(s).name
             if name not in group.levels or name in taken or not _runs_in_turns(s):
@@ -337,7 +337,7 @@ def _alike(one: Pair, other: Pair) -> bool:
     return overs[0] == overs[1]
 
 
-def _fits(group: Turns, levels: Mapping[str, Places]) -> bool:
+def _fits(group: TurnGroup, levels: Mapping[str, Places]) -> bool:
     """Return True if the group has no other places in these tensors."""
     return all(group.levels.get(name, places) == places for name, places in levels.items())
 

@@ -90,8 +90,8 @@ def test_a_communication_that_one_candidate_overlaps_is_not_reported() -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"link": "no peer access", "refuses": platforms.REFUSALS["no peer access"]}, "no peer access"),
-        ({"link": "several hosts", "refuses": platforms.REFUSALS["several hosts"]}, "stay within one host"),
+        ({"link": "no peer access", "refuses": platforms.NO_PEER_ACCESS}, "no peer access"),
+        ({"link": "several hosts", "hosts": ((0, 1, 2), (3,))}, "ranks 0 and 3 are on different hosts"),
     ],
 )
 def test_without_peer_access_only_candidates_with_collectives_remain(change: Mapping[str, str], reason: str) -> None:
@@ -155,12 +155,14 @@ def test_one_rank_without_peer_access_is_enough_to_rule_it_out() -> None:
     assert platform.refuses
 
 
-def test_ranks_on_several_hosts_share_no_memory() -> None:
+def test_only_ranks_of_one_host_share_memory() -> None:
     assert platforms.platform_of([facts()] * 2, ((0,), (1,))).link == "several hosts"
     platform = platforms.platform_of([facts(machine="gloo", name="CPU")] * 4, ((0, 2), (1, 3)))
     assert str(platform) == "4 x CPU on 2 hosts"
-    assert platform.refuses
-    assert not platform.runs_all
+    across = hi.lower(patterns.allgather_matmul(), "ring")
+    assert platform.unreachable(across).endswith("ranks 0 and 1 are on different hosts")
+    assert not replace(platform, hosts=()).unreachable(across)
+    assert not platform.unreachable(hi.lower(patterns.allgather_matmul(), "pipeline"))
 
 
 def test_a_symmetric_memory_backend_without_peer_copies_is_the_reason() -> None:

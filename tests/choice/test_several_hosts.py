@@ -12,11 +12,11 @@ from examples import patterns
 from hostir.__main__ import main
 from hostir.choice.candidates import candidates_of
 from hostir.choice.cost import CostTransfer, Crossing, tasks_of
-from hostir.choice.decision import choose
+from hostir.choice.decision import choose, with_hosts_of
 from hostir.choice.hardware import H200, Hardware
 from hostir.choice.platforms import Platform, planned, reference
 from hostir.choice.simulation import Costs
-from hostir.ir.program import Program, stated_hosts
+from hostir.ir.program import Program, shared_across, stated_hosts
 from hostir.ir.source import HostIRError
 from hostir.job.hosts import equal_hosts
 
@@ -188,14 +188,17 @@ def test_a_slow_nic_makes_the_timeline_longer() -> None:
 def test_a_timeline_of_shared_memory_across_hosts_is_refused(strategy: str) -> None:
     program = hi.lower(gathered(4), strategy)
     assert hi.timeline(program, machine="h100x4").us > 0
-    with pytest.raises(HostIRError, match="shares memory between ranks: copies between GPUs stay within one host"):
+    with pytest.raises(
+        HostIRError, match="shares memory between ranks: copies, signals and barriers stay within one host"
+    ):
         hi.timeline(program, machine="h100x2", hosts=2)
 
 
 def test_the_choice_for_several_hosts_has_no_shared_memory() -> None:
     platform: Platform = planned(gathered(16), "h200")
-    candidates = candidates_of(gathered(16), platform)
-    assert {c.strategy for c in candidates.programs} <= {"sequential", "pipeline"}
+    candidates = candidates_of(with_hosts_of(gathered(16), platform), platform)
+    assert {c.strategy for c in candidates.programs} == {"sequential", "pipeline", "hierarchical"}
+    assert not any(shared_across(program, platform.hosts) for program in candidates.programs.values())
     refused = {it.candidate.strategy: it.reason for it in candidates.impossible}
     assert "stay within one host" in refused["ring"]
 
@@ -209,7 +212,7 @@ def test_the_command_line_plans_for_several_hosts(capsys: pytest.CaptureFixture[
     assert main(["timeline", *source, "--hosts", "2", "--strategy", "pipeline"]) == 0
     assert "on 16 x h100 on 2 hosts" in capsys.readouterr().out
     assert main(["timeline", *source, "--hosts", "2", "--strategy", "ring"]) == 2
-    assert "copies between GPUs stay within one host" in capsys.readouterr().err
+    assert "copies, signals and barriers stay within one host" in capsys.readouterr().err
     assert main(["explain", *source, "--hosts", "4"]) == 2
     assert "4 hosts of h100x8 have 32" in capsys.readouterr().err
     assert main(["explain", *source[:3], "--hosts", "2", "--device", "cpu"]) == 2

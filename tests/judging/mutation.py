@@ -18,7 +18,7 @@ from examples import ag_matmul, edit_a_dump, mlp_block, patterns, row_parallel, 
 from hostir import knobs
 from hostir.check import check, check_structure
 from hostir.check.findings import Finding
-from hostir.ir.program import Program, format_program
+from hostir.ir.program import Program, format_program, with_hosts
 from hostir.ir.source import HostIRError
 from hostir.lower import STRATEGIES, passes_of, run_passes
 from hostir.lower.allreduces import AllReduceSteps
@@ -67,9 +67,18 @@ def _lowered() -> Iterator[Program]:
     for pattern in (patterns.reduce_scatter, patterns.all_gather):
         yield from (hi.lower(tiny(pattern, ranks, 1), strategy) for ranks, strategy in ((2, "ring"), (3, "push")))
     yield from scaled()
+    yield from hierarchical()
     for form, ranks in SUMMED:
         for pattern in (patterns.row_parallel, patterns.all_reduce):
             yield run_passes(tiny(pattern, ranks, 1, M=2 * ranks).program(), [*EXPLICIT, form, *FINISH])
+
+
+def hierarchical() -> Iterator[Program]:
+    """Yield programs for two hosts, of one and of two ranks."""
+    for pattern in (*SENT, patterns.reduce_scatter, patterns.all_gather):
+        for ranks in (2, 4) if pattern is not patterns.mlp_replicated else (4,):
+            yield hi.lower(with_hosts(tiny(pattern, ranks, 2).program(), 2), "hierarchical", 2)
+    yield hi.lower(with_hosts(tiny(patterns.row_parallel, 4, 2, M=8).program(), 2), "hierarchical", 2)
 
 
 def scaled() -> Iterator[Program]:
