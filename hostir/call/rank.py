@@ -33,11 +33,12 @@ from hostir.call.executor import Executor
 from hostir.call.sizes import bind_sizes
 from hostir.call.started import SideStreams, Started
 from hostir.check import proof_of
-from hostir.ir.program import Program, shares_memory
-from hostir.ir.source import HostIRError, error, logger
+from hostir.ir.program import Program, shares_memory, stated_hosts
+from hostir.ir.source import HostIRError, error, logger, warn_once
 from hostir.job.agreement import Agreement
 from hostir.job.groups import Groups
 from hostir.job.guest import session_of
+from hostir.job.hosts import equal_hosts, ranks_text
 from hostir.job.links import AlikeError, MisalignedError, headline
 from hostir.job.offers import KindOfSizes
 from hostir.job.session import Session, forked_from
@@ -624,8 +625,11 @@ class RankExecutor(Executor):
             self._agreement.refuse(refusal)
             raise
         sizes_class = tuple(sorted(sizes.items())) if proof is None else proof.sizes_key
-        self._agreement.begin(sizes, planned=sizes_class in self._agreement.agreed, places=places)
+        planned = sizes_class in self._agreement.agreed
+        self._agreement.begin(sizes, planned=planned, places=places)
         self._agreement.reach(sizes, sizes_class)
+        if not planned:
+            self._compare_hosts()
         warn_of_copies(unrolled)
         # Ranks that measure candidates have no watchdog during a first call: they report refusals to each other.
         together = self.session is not None and self.watchdog is not None and self.session.size > 1
@@ -641,6 +645,22 @@ class RankExecutor(Executor):
                 raise
             groups.abandoned = headline(failure)
             raise self._blamed(failure) from failure.__cause__
+
+    def _compare_hosts(self) -> None:
+        """Warn once if the program's meshes state other hosts than the job has. All ranks call this together."""
+        stated, session, ranks = stated_hosts(self.program), self.session, self.program.ranks
+        if not stated or session is None:
+            return
+        hosts = [here for host in session.hosts() if (here := tuple(rank for rank in host if rank < ranks))]
+        if hosts != list(equal_hosts(ranks, stated)):
+            there = "; ".join(map(ranks_text, hosts))
+            message = f"The meshes of @{self.program.name} state {stated} hosts for {ranks} ranks, and the job has"
+            number = f"{len(hosts)} host{'s' * (len(hosts) > 1)}: {there}."
+            hint = (
+                "state the hosts that the job has, by hi.DeviceMesh(..., hosts=N): the program was planned for others"
+            )
+            first = session.rank == 0
+            warn_once((self.program.digest, "hosts"), f"{message} {number}", hint, RuntimeWarning, first)
 
     def _plan(self, unrolled: UnrolledProgram, sizes_class: KindOfSizes, inputs: Sequence[Part]) -> Plan:
         """Bind an unrolled program to this rank's machine; return the plan.

@@ -38,7 +38,7 @@ class DeviceMesh:
             axes needs names, such as `("dp", "cp", "tp")`.
         hosts: the number of hosts for which the program is planned, by `hi.timeline` and `hostir explain` for example.
             The program's ranks fill the hosts in order, equally many on each. If one mesh of a program states it, it
-            holds for the program. A job finds out which of its ranks share a host.
+            holds for the program. A job finds out which of its ranks share a host, and warns if they are others.
 
     Fields:
         devices: the ranks in row-major order.

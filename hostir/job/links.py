@@ -15,6 +15,7 @@ import contextlib
 import json
 import math
 import os
+import platform
 import secrets
 import select
 import socket
@@ -70,12 +71,14 @@ class Link:
     Fields:
         socket: the socket.
         rank: the number of the rank at the other end; -1 until that rank has sent its number.
+        host: the name of that rank's host; empty until it is known.
         rest: the received part of a line that is not complete yet.
     """
 
     def __init__(self, to: socket.socket, keepalive: float) -> None:
         self.socket = to
         self.rank = -1
+        self.host = ""
         self.rest = b""
         to.setblocking(False)
         _keep_alive(to, keepalive)
@@ -152,7 +155,7 @@ class Links:
         # MASTER_ADDR is the address of this host only if this is rank 0 of the job.
         first = os.environ.get("MASTER_ADDR") if os.environ.get("RANK", "0") == "0" else None
         hosts = [host for host in (first, socket.gethostname()) if host]
-        self.store.set("links", json.dumps([hosts, self.listener.getsockname()[1], self.token]))
+        self.store.set("links", json.dumps([hosts, self.listener.getsockname()[1], self.token, platform.node()]))
         self.linked = True
 
     def serve(self, seconds: float, alarm: int) -> None:
@@ -239,14 +242,15 @@ class Links:
         try:
             if not self.store.check(["links"]):
                 return
-            hosts, port, token = json.loads(self.store.get("links"))
+            hosts, port, token, name = json.loads(self.store.get("links"))
         except RuntimeError:
             return  # the store is gone: the thread that makes calls gets an error when it uses the store
         for host in hosts:
             with contextlib.suppress(OSError):
                 link = Link(socket.create_connection((host, port), CONNECTING), self.keepalive)
                 with self.changing:
-                    link.send((token, self.rank), *self.unsent)
+                    link.send((token, self.rank, platform.node()), *self.unsent)
+                    link.host = name
                     self.unsent.clear()
                     self.add(link, 0)
                     self.linked = True
@@ -277,8 +281,8 @@ class Links:
     def take(self, link: Link, line: list[Any]) -> None:
         """Process a line that has arrived over a connection.
 
-        On rank 0, the first line of each connection holds the token and the number of the other rank. All later lines
-        hold events of that rank. The other ranks receive the events that rank 0 forwards. Raise a ValueError if the
+        On rank 0, the first line of each connection holds the token, the number of the other rank and the name of its
+        host. All later lines hold events of that rank. The other ranks receive the events that rank 0 forwards. Raise a ValueError if the
         first line on rank 0 does not have the right token.
         """
         if self.rank:
@@ -286,7 +290,7 @@ class Links:
         elif link.rank >= 0:
             self.spread(RankEvent(*line))
         elif line[0] == self.token:
-            link.rank = int(line[1])
+            link.rank, link.host = int(line[1]), str(line[2])
             link.send(*self.events)
         else:
             raise ValueError(line)
@@ -298,7 +302,12 @@ class Links:
         self.poller.unregister(link.socket)
         link.socket.close()
         if link.rank >= 0 and RankEvent("done", link.rank) not in self.events:
-            self.spread(RankEvent("died", link.rank, why))
+            self.spread(RankEvent("died", link.rank, self.on_host(link, why)))
+
+    def on_host(self, link: Link, why: str) -> str:
+        """Return the reason why a rank counts as dead, with the name of its host if the ranks are on several hosts."""
+        hosts = {each.host for each in (*self.links, link)} | {platform.node()}
+        return f"{why} (on host {link.host})" if len(hosts - {""}) > 1 else why
 
     def spread(self, event: RankEvent) -> None:
         """Record an event. If this rank is rank 0, also send the event to all other ranks."""
