@@ -62,7 +62,6 @@ class BoundCall:
 
     def __init__(self, plan: Plan, tensors: Sequence[Part], where: list[int] | None, digest: str) -> None:
         self.plan = plan
-        self.count = len(tensors)
         self.where = where
         self.graph: torch.cuda.CUDAGraph | None = None
         self.allocations: Allocations | None = None
@@ -84,13 +83,15 @@ class BoundCall:
 
         Arguments may be of any type.
         """
-        try:  # the guards would crash on nested tensors
-            where = [x.is_nested or x.data_ptr() for x in tensors]
-        except Exception:  # not a tensor, or one without memory
-            return False
-        if True in where if self.where is None else where != self.where:
-            return False
-        if len(where) != self.count or not self.guards(*tensors):
+        try:
+            for x in tensors:
+                if x.is_nested:  # the guards would crash
+                    return False
+            if not self.guards(*tensors):
+                return False
+            if self.where is not None and [x.data_ptr() for x in tensors] != self.where:
+                return False
+        except Exception:  # not a tensor, one without memory, or another number of tensors
             return False
         return not (self.without_gradients and torch.is_grad_enabled())
 

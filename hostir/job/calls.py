@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from hostir.ir.source import error
 from hostir.job.links import ALIKE, PAGE, MisalignedError
-from hostir.job.threads import ThreadPairs, common_name, is_foreign, running
+from hostir.job.threads import CURRENT, ThreadPairs, common_name, is_foreign, running
 
 SLOTS = 512  # the number of calls that the store keeps; no rank gets so far ahead of another
 SHOWING = 1.0  # seconds that a thread has to make a call if the thread of the same name on another rank has made one
@@ -116,12 +116,16 @@ def describe(by_rank: Mapping[int, Call]) -> str:
     return ", ".join(parts)
 
 
-@lru_cache(maxsize=1024)
-def _number(name: str) -> int:
-    """Return the CRC-32 of a name. Unlike Python's `hash`, it is the same on all ranks."""
-    return crc32(name.encode())
+class Numbers(dict[str, int]):
+    """The CRC-32 of names. Unlike Python's `hash`, it is the same on all ranks."""
+
+    def __missing__(self, name: str) -> int:
+        self[name] = crc32(name.encode())
+        return self[name]
 
 
+_numbers = Numbers()
+PRIME, BITS = 1000003, (1 << 60) - 1  # of the hash of a sequence of calls
 _graph_task = torch._C._current_graph_task_id
 
 
@@ -222,18 +226,20 @@ class Calls:
     @contextlib.contextmanager
     def turn(self, program: str) -> Iterator[None]:
         """Return a context manager for one call of a program by the current thread. Raise if another call runs."""
-        thread, entered = threading.current_thread(), self.entered
+        thread, entered = CURRENT.it, self.entered
         if (other := self.inside) is not None:
             self.refuse_overlap(program, other)
         with self.lock:
-            self.enter(thread, entered, program)
+            if thread is not self.latest or entered != self.entered:
+                self.hand_over(thread, entered, program)
+            self.inside, self.visible, self.entered = thread, False, self.entered + 1
             try:
                 yield
             finally:
                 self.inside = None
 
-    def enter(self, thread: threading.Thread, entered: int, program: str) -> None:
-        """Begin a call of a program in a thread that holds the lock.
+    def hand_over(self, thread: threading.Thread, entered: int, program: str) -> None:
+        """Record that a thread, which holds the lock, makes the next call of a program.
 
         Every rank raises MisalignedError if another thread has begun a call while this thread waited for the lock.
 
@@ -242,13 +248,11 @@ class Calls:
             entered: the number of calls that had begun when the thread asked for the lock.
             program: the name of the program, for messages.
         """
-        if thread is not self.latest or entered != self.entered:
-            if entered != self.entered and self.latest is not None and self.latest is not thread:
-                self.refuse_overlap(program, self.latest)
-            if thread is not self.caller:
-                self._take_over(thread)
-            self.latest = thread
-        self.inside, self.visible, self.entered = thread, False, self.entered + 1
+        if entered != self.entered and self.latest is not None and self.latest is not thread:
+            self.refuse_overlap(program, self.latest)
+        if thread is not self.caller:
+            self._take_over(thread)
+        self.latest = thread
 
     def refuse_overlap(self, program: str, other: threading.Thread) -> None:
         """Raise an error if a call of the current thread would overlap the running call of the thread `other`.
@@ -256,7 +260,7 @@ class Calls:
         If `other` is another thread, all ranks raise MisalignedError. If it is the same thread, only this rank raises.
         For a rank alone, threads may wait for each other, and nothing is raised.
         """
-        mine = threading.current_thread()
+        mine = CURRENT.it
         if other is mine:
             hint = (
                 "in a signal handler, only record what to do, and make the call after the interrupted one has returned"
@@ -332,7 +336,8 @@ class Calls:
         `checksum` is a hash of the call's program and sizes. It becomes part of `trail`.
         """
         self.made, self.asked = self.made + 1, 0
-        self.trail = hash((self.trail, checksum, _number(self.operator), _graph_task() != -1))
+        call = checksum + _numbers[self.operator] * 2 + (_graph_task() != -1)
+        self.trail = (self.trail * PRIME ^ call) & BITS
 
     def compare_new(self, call: Call) -> None:
         """Compare a call with sizes that are new on this rank. No rank waits.

@@ -15,6 +15,15 @@ import weakref
 from bisect import bisect_left
 from collections import Counter, defaultdict
 
+
+class CurrentThread(threading.local):
+    """The current thread, as the attribute `it`. Reading it takes less time than `threading.current_thread()`."""
+
+    def __init__(self) -> None:
+        self.it = threading.current_thread()
+
+
+CURRENT = CurrentThread()
 MANY = " number "  # stands between the name and the number, from the second thread of a name on
 _names: weakref.WeakKeyDictionary[threading.Thread, str] = weakref.WeakKeyDictionary()
 _alike = Counter[str]()  # the number of threads so far, by the name that `_kind` returns

@@ -126,7 +126,7 @@ class CudaBinder:
             caller's stream.
         inlined: the handles of the collectives that have been bound to the caller's stream so far.
         marks: the handles that are events of a stream, and not torch's `Work` objects.
-        switches: the steps that only make another stream the current one.
+        switches: the steps that only make another stream the current one, and the index of this stream.
         engine_copies: the buffers that copy engines copy to or from symmetric memory.
         unnoticed: the number of steps at the beginning of a run that have no effect on peers or on the next run.
     """
@@ -155,7 +155,7 @@ class CudaBinder:
         self.inlined = set[int]()
         self.marks = set[int]()
         self.engine_copies = set[int]()
-        self.switches = set[Step]()
+        self.switches: dict[Step, int] = {}
         self.unnoticed = sys.maxsize
 
     def bind(self) -> None:
@@ -212,7 +212,7 @@ class CudaBinder:
     def switch(self, stream: int) -> Step:
         streams, set_stream = self.context.streams, torch.cuda.set_stream
         step: Step = lambda: set_stream(streams[stream])  # noqa: E731
-        self.switches.add(step)
+        self.switches[step] = stream
         return step
 
     def add_allocate(self, op: AllocateOp) -> None:

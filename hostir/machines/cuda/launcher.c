@@ -1,7 +1,8 @@
-/* Runs tapes: flat lists of driver calls whose addresses and streams change from call to call.
+/* Runs tapes: flat lists of driver calls whose addresses change from call to call.
  *
  * hostir/machines/cuda/tape.py describes tapes. The constructor of a tape copies everything that a run needs, so a run
- * allocates nothing. A run replaces the addresses that have changed, and then makes the driver calls one by one.
+ * allocates nothing. A run reads the addresses of the tensors in its slots, replaces the addresses that have changed,
+ * and then makes the driver calls one by one.
  *
  * The driver's library is opened at run time. So this module builds where there is no driver, and a test can put a
  * library that records its calls in the driver's place.
@@ -60,9 +61,11 @@ typedef struct {
 typedef struct {
   PyObject_HEAD
   Py_ssize_t entries, patches, slots, streams, released;
+  CUcontext context; /* of the thread that made the tape: each run makes it current */
   Entry *entry;
   Patch *patch;       /* sorted by slot */
   Py_ssize_t *first;  /* the first patch of each slot, and then the number of patches */
+  Py_ssize_t *number; /* the number of the register that holds the tensor of each slot */
   uint64_t *address;  /* the address of each slot in the latest run */
   CUstream *stream;
   int running;
@@ -78,7 +81,13 @@ static struct {
   CUresult (*cuStreamWaitEvent)(CUstream, CUevent, unsigned);
   CUresult (*cuTensorMapReplaceAddress)(CUtensorMap *, void *);
   CUresult (*cuGetErrorString)(CUresult, const char **);
+  CUresult (*cuCtxGetCurrent)(CUcontext *);
+  CUresult (*cuCtxPushCurrent_v2)(CUcontext);
+  CUresult (*cuCtxPopCurrent_v2)(CUcontext *);
 } driver;
+
+static PyObject *driver_error; /* the exception that a run raises for a driver call that fails */
+static PyObject *data_ptr;     /* the name of the method that returns the address of a tensor */
 
 /* ---- the driver */
 
@@ -92,12 +101,14 @@ static int find(const char *name, void *where) {
   return 0;
 }
 
-PyDoc_STRVAR(open_doc, "open(path)\n--\n\nOpen the CUDA driver's library. Raises OSError if it cannot be used.");
+PyDoc_STRVAR(open_doc, "open(path, error)\n--\n\nOpen the CUDA driver's library. Raises OSError if it cannot be used.\n\n"
+                       "`error` is the class of the exception that runs raise: error(place, message).");
 
 static PyObject *open_driver(PyObject *module, PyObject *arguments) {
   (void)module;
   const char *path;
-  if (!PyArg_ParseTuple(arguments, "s", &path))
+  PyObject *error;
+  if (!PyArg_ParseTuple(arguments, "sO", &path, &error))
     return NULL;
   driver.library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
   if (driver.library == NULL) {
@@ -108,8 +119,12 @@ static PyObject *open_driver(PyObject *module, PyObject *arguments) {
       find("cuMemcpyAsync", &driver.cuMemcpyAsync) || find("cuMemcpy2DAsync_v2", &driver.cuMemcpy2DAsync_v2) ||
       find("cuEventRecord", &driver.cuEventRecord) || find("cuStreamWaitEvent", &driver.cuStreamWaitEvent) ||
       find("cuTensorMapReplaceAddress", &driver.cuTensorMapReplaceAddress) ||
-      find("cuGetErrorString", &driver.cuGetErrorString))
+      find("cuGetErrorString", &driver.cuGetErrorString) || find("cuCtxGetCurrent", &driver.cuCtxGetCurrent) ||
+      find("cuCtxPushCurrent_v2", &driver.cuCtxPushCurrent_v2) || find("cuCtxPopCurrent_v2", &driver.cuCtxPopCurrent_v2)) {
+    driver.library = NULL;
     return NULL;
+  }
+  Py_XSETREF(driver_error, Py_NewRef(error));
   Py_RETURN_NONE;
 }
 
@@ -155,27 +170,57 @@ static CUresult patch(Tape *tape, Py_ssize_t slot, uint64_t address) {
   return CUDA_SUCCESS;
 }
 
+/* Issue all entries in the tape's context. A thread may have another current context, or none yet. */
 static CUresult issue_all(Tape *tape, Py_ssize_t *at) {
-  for (*at = 0; *at < tape->entries; ++*at) {
+  CUcontext current = NULL;
+  CUresult code = driver.cuCtxGetCurrent(&current);
+  int other = current != tape->context;
+  if (code == CUDA_SUCCESS && other)
+    code = driver.cuCtxPushCurrent_v2(tape->context);
+  if (code != CUDA_SUCCESS)
+    return code;
+  while (*at < tape->entries) {
     Entry *entry = &tape->entry[*at];
-    CUresult code = issue(entry, tape->stream[entry->stream]);
-    if (code != CUDA_SUCCESS)
-      return code;
+    if ((code = issue(entry, tape->stream[entry->stream])) != CUDA_SUCCESS)
+      break;
+    ++*at;
   }
-  return CUDA_SUCCESS;
+  if (other)
+    driver.cuCtxPopCurrent_v2(&current);
+  return code;
 }
 
-/* Return (place, message) for an error of the driver. */
+/* Raise the exception for an error of the driver. */
 static PyObject *failure(int place, CUresult code) {
   const char *text = NULL;
   driver.cuGetErrorString(code, &text);
-  return Py_BuildValue("iN", place, PyUnicode_FromFormat("%s (CUDA error %d)", text ? text : "unknown error", (int)code));
+  PyObject *message = PyUnicode_FromFormat("%s (CUDA error %d)", text ? text : "unknown error", (int)code);
+  PyObject *arguments = Py_BuildValue("iN", place, message);
+  if (arguments == NULL)
+    return NULL;
+  PyErr_SetObject(driver_error, arguments);
+  Py_DECREF(arguments);
+  return NULL;
 }
 
-static int read_addresses(Tape *tape, PyObject *addresses, CUresult *code) {
+/* Read the address of a tensor. A number is an address itself. Returns -1 and raises an exception for other objects. */
+static int address_of(PyObject *tensor, uint64_t *address) {
+  PyObject *number = PyLong_CheckExact(tensor) ? Py_NewRef(tensor) : PyObject_CallMethodNoArgs(tensor, data_ptr);
+  if (number == NULL)
+    return -1;
+  *address = PyLong_AsUnsignedLongLong(number);
+  Py_DECREF(number);
+  return *address == (uint64_t)-1 && PyErr_Occurred() ? -1 : 0;
+}
+
+static int read_addresses(Tape *tape, PyObject *registers, CUresult *code) {
   for (Py_ssize_t slot = 0; slot < tape->slots; slot++) {
-    uint64_t address = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(addresses, slot));
-    if (address == (uint64_t)-1 && PyErr_Occurred())
+    uint64_t address;
+    if (tape->number[slot] >= PyList_GET_SIZE(registers)) {
+      PyErr_SetString(PyExc_ValueError, "a slot of a register that is not there");
+      return -1;
+    }
+    if (address_of(PyList_GET_ITEM(registers, tape->number[slot]), &address))
       return -1;
     if (address != tape->address[slot] && (*code = patch(tape, slot, address)) != CUDA_SUCCESS)
       return 0;
@@ -183,26 +228,18 @@ static int read_addresses(Tape *tape, PyObject *addresses, CUresult *code) {
   return 0;
 }
 
-PyDoc_STRVAR(run_doc, "run(addresses, streams)\n--\n\n"
-                      "Issue all entries, with an address for each slot and a handle for each stream.\n\n"
-                      "Returns None, or the place of the entry that failed and the driver's message.");
+PyDoc_STRVAR(run_doc, "run(registers)\n--\n\n"
+                      "Issue all entries, with the addresses of the tensors in the registers of the slots.\n\n"
+                      "Raises the exception of `open` for the first entry that fails.");
 
-static PyObject *run(Tape *tape, PyObject *const *arguments, Py_ssize_t count) {
-  if (count != 2 || !PyTuple_CheckExact(arguments[0]) || !PyTuple_CheckExact(arguments[1]) ||
-      PyTuple_GET_SIZE(arguments[0]) != tape->slots || PyTuple_GET_SIZE(arguments[1]) != tape->streams)
-    return PyErr_Format(PyExc_TypeError, "expected a tuple of %zd addresses and a tuple of %zd streams", tape->slots,
-                        tape->streams);
+static PyObject *run(Tape *tape, PyObject *registers) {
+  if (!PyList_CheckExact(registers))
+    return PyErr_Format(PyExc_TypeError, "expected a list of registers");
   if (driver.library == NULL || tape->running)
     return PyErr_Format(PyExc_RuntimeError, driver.library ? "the tape is run by another thread" : "no driver is open");
-  for (Py_ssize_t i = 0; i < tape->streams; i++) {
-    uint64_t handle = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(arguments[1], i));
-    if (handle == (uint64_t)-1 && PyErr_Occurred())
-      return NULL;
-    tape->stream[i] = (CUstream)(uintptr_t)handle;
-  }
   CUresult code = CUDA_SUCCESS;
   Py_ssize_t at = 0;
-  if (read_addresses(tape, arguments[0], &code))
+  if (read_addresses(tape, registers, &code))
     return NULL;
   if (code == CUDA_SUCCESS) {
     tape->running = 1;
@@ -215,6 +252,37 @@ static PyObject *run(Tape *tape, PyObject *const *arguments, Py_ssize_t count) {
   if (code == CUDA_SUCCESS)
     Py_RETURN_NONE;
   return failure(tape->entries ? tape->entry[at].place : 0, code);
+}
+
+PyDoc_STRVAR(key_doc, "key(stream, registers, numbers, begin, end)\n--\n\n"
+                      "Return a tuple of `stream`, and of a number for each register in the tuple `numbers`.\n\n"
+                      "It is the alignment of the tensor's address within 16 bytes, or the address itself if it is at\n"
+                      "least `begin` and below `end`. It is 0 for None.");
+
+static PyObject *key(PyObject *module, PyObject *arguments) {
+  (void)module;
+  PyObject *stream, *registers, *numbers;
+  unsigned long long begin, end;
+  if (!PyArg_ParseTuple(arguments, "OO!O!KK", &stream, &PyList_Type, &registers, &PyTuple_Type, &numbers, &begin, &end))
+    return NULL;
+  PyObject *result = PyTuple_New(PyTuple_GET_SIZE(numbers) + 1);
+  if (result == NULL)
+    return NULL;
+  PyTuple_SET_ITEM(result, 0, Py_NewRef(stream));
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(numbers); i++) {
+    PyObject *tensor = PyList_GetItem(registers, PyLong_AsSsize_t(PyTuple_GET_ITEM(numbers, i)));
+    uint64_t address = 0;
+    if (tensor == NULL || (tensor != Py_None && address_of(tensor, &address)))
+      goto failed;
+    PyObject *number = PyLong_FromUnsignedLongLong(address >= begin && address < end ? address : address % 16);
+    if (number == NULL)
+      goto failed;
+    PyTuple_SET_ITEM(result, i + 1, number);
+  }
+  return result;
+failed:
+  Py_DECREF(result);
+  return NULL;
 }
 
 /* ---- making a tape */
@@ -412,6 +480,7 @@ static void tape_free(Tape *tape) {
   free(tape->entry);
   free(tape->patch);
   free(tape->first);
+  free(tape->number);
   free(tape->address);
   free(tape->stream);
   Py_TYPE(tape)->tp_free(tape);
@@ -436,32 +505,59 @@ static int make_patches(Tape *tape, PyObject *patches) {
   return 0;
 }
 
+static int make_slots_and_streams(Tape *tape, PyObject *slots, PyObject *streams) {
+  for (Py_ssize_t i = 0; i < tape->slots; i++) {
+    tape->address[i] = UINT64_MAX; /* no address yet */
+    tape->number[i] = PyLong_AsSsize_t(PyTuple_GET_ITEM(slots, i));
+    if (tape->number[i] < 0) {
+      if (!PyErr_Occurred())
+        PyErr_SetString(PyExc_ValueError, "a slot of a register that is not there");
+      return -1;
+    }
+  }
+  for (Py_ssize_t i = 0; i < tape->streams; i++) {
+    uint64_t handle = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(streams, i));
+    if (handle == (uint64_t)-1 && PyErr_Occurred())
+      return -1;
+    tape->stream[i] = (CUstream)(uintptr_t)handle;
+  }
+  return 0;
+}
+
 static PyObject *tape_new(PyTypeObject *type, PyObject *arguments, PyObject *options) {
   static char *names[] = {"entries", "patches", "slots", "streams", "released", NULL};
-  PyObject *entries, *patches;
-  Py_ssize_t slots, streams, released;
-  if (!PyArg_ParseTupleAndKeywords(arguments, options, "O!O!nnn", names, &PyTuple_Type, &entries, &PyTuple_Type,
-                                   &patches, &slots, &streams, &released))
+  PyObject *entries, *patches, *slots, *streams;
+  Py_ssize_t released;
+  if (!PyArg_ParseTupleAndKeywords(arguments, options, "O!O!O!O!n", names, &PyTuple_Type, &entries, &PyTuple_Type,
+                                   &patches, &PyTuple_Type, &slots, &PyTuple_Type, &streams, &released))
     return NULL;
+  if (driver.library == NULL)
+    return PyErr_Format(PyExc_RuntimeError, "no driver is open");
   Tape *tape = (Tape *)type->tp_alloc(type, 0);
   if (tape == NULL)
     return NULL;
   tape->entries = PyTuple_GET_SIZE(entries);
   tape->patches = PyTuple_GET_SIZE(patches);
-  tape->slots = slots;
-  tape->streams = streams;
+  tape->slots = PyTuple_GET_SIZE(slots);
+  tape->streams = PyTuple_GET_SIZE(streams);
   tape->released = released;
   tape->entry = calloc((size_t)tape->entries + 1, sizeof(Entry));
   tape->patch = calloc((size_t)tape->patches + 1, sizeof(Patch));
-  tape->first = calloc((size_t)slots + 2, sizeof(Py_ssize_t));
-  tape->address = calloc((size_t)slots + 1, sizeof(uint64_t));
-  tape->stream = calloc((size_t)streams + 1, sizeof(CUstream));
-  if (!tape->entry || !tape->patch || !tape->first || !tape->address || !tape->stream) {
+  tape->first = calloc((size_t)tape->slots + 2, sizeof(Py_ssize_t));
+  tape->number = calloc((size_t)tape->slots + 1, sizeof(Py_ssize_t));
+  tape->address = calloc((size_t)tape->slots + 1, sizeof(uint64_t));
+  tape->stream = calloc((size_t)tape->streams + 1, sizeof(CUstream));
+  if (!tape->entry || !tape->patch || !tape->first || !tape->number || !tape->address || !tape->stream) {
     PyErr_NoMemory();
     goto failed;
   }
-  for (Py_ssize_t i = 0; i < slots; i++)
-    tape->address[i] = UINT64_MAX; /* no address yet */
+  if (make_slots_and_streams(tape, slots, streams))
+    goto failed;
+  CUresult code = driver.cuCtxGetCurrent(&tape->context);
+  if (code != CUDA_SUCCESS) {
+    failure(0, code);
+    goto failed;
+  }
   for (Py_ssize_t i = 0; i < tape->entries; i++) {
     tape->entry[i].kind = KINDS; /* nothing to free yet */
     if (make_entry(tape, &tape->entry[i], PyTuple_GET_ITEM(entries, i)))
@@ -475,7 +571,7 @@ failed:
 }
 
 static PyMethodDef tape_methods[] = {
-    {"run", (PyCFunction)(void (*)(void))run, METH_FASTCALL, run_doc},
+    {"run", (PyCFunction)run, METH_O, run_doc},
     {NULL, NULL, 0, NULL},
 };
 
@@ -483,7 +579,9 @@ static PyTypeObject TapeType = {
     PyVarObject_HEAD_INIT(NULL, 0)
     .tp_name = "hostir_launcher.Tape",
     .tp_doc = PyDoc_STR("Tape(entries, patches, slots, streams, released)\n--\n\n"
-                        "A list of driver calls. A run of `released` entries or more releases the GIL."),
+                        "A list of driver calls. A run of `released` entries or more releases the GIL.\n\n"
+                        "`slots` are numbers of registers, `streams` are handles. Runs take place in the CUDA context\n"
+                        "that is current now."),
     .tp_basicsize = sizeof(Tape),
     .tp_flags = Py_TPFLAGS_DEFAULT,
     .tp_new = tape_new,
@@ -493,6 +591,7 @@ static PyTypeObject TapeType = {
 
 static PyMethodDef functions[] = {
     {"open", open_driver, METH_VARARGS, open_doc},
+    {"key", key, METH_VARARGS, key_doc},
     {NULL, NULL, 0, NULL},
 };
 
@@ -505,7 +604,8 @@ static struct PyModuleDef module = {
 };
 
 PyMODINIT_FUNC PyInit_hostir_launcher(void) {
-  if (PyType_Ready(&TapeType) < 0)
+  data_ptr = PyUnicode_InternFromString("data_ptr");
+  if (data_ptr == NULL || PyType_Ready(&TapeType) < 0)
     return NULL;
   PyObject *made = PyModule_Create(&module);
   if (made == NULL || PyModule_AddObjectRef(made, "Tape", (PyObject *)&TapeType) == 0)

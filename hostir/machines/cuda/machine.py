@@ -159,7 +159,7 @@ class CudaPlan:
         self.tapes = Tapes(machine.launcher) if machine.launcher is not None and timeline is None else None
         self.in_captures = binder.in_captures  # by position: the steps that a capture issues instead
         self.ops = binder.ops  # the operation of each step
-        self.switches = binder.switches  # the steps that only make another stream the current one
+        self.switches = binder.switches  # the steps that only make another stream the current one, and this stream
         self.launches = binder.launches  # the steps that only launch kernels of Triton, with their operations
         self.engine_copies = binder.engine_copies  # the buffers that copy engines copy to or from a peer
         self.unnoticed = binder.unnoticed  # the number of first steps of a run that no peer and no later run can notice
@@ -250,13 +250,17 @@ class CudaPlan:
         if outs is not None:
             for home, i in self.placed:
                 registers[home] = outs[i]
-        steps = self.issuing = self.steps_of(capturing)
+        if capturing or self.machine.profiled or profiler_runs():
+            steps = self.steps_in_python(capturing)
+        else:
+            steps = self.in_python if self.tapes is None else self.tapes.steps(self)
+        self.issuing = steps
         self.cursor = cursor = iter(steps.steps)  # `in_flight` reads its position, which costs the run nothing
         try:
             for step in cursor:
                 step()
             if outs is None:
-                return tuple([registers[i] for i in self.unrolled.outputs])
+                return tuple(map(registers.__getitem__, self.unrolled.outputs))
             for register, i in self.copied:
                 outs[i].copy_(registers[register])
             return tuple(outs)
@@ -274,14 +278,12 @@ class CudaPlan:
         finally:
             registers[:] = self.blank
 
-    def steps_of(self, capturing: bool) -> IssuedSteps:
-        """Return the steps to issue for the next run. The tensors of the run must be in the registers."""
-        if capturing or self.machine.profiled or profiler_runs():
-            steps = [self.in_captures.get(i, step) for i, step in enumerate(self.steps)] if capturing else self.steps
-            if self.machine.profiled or profiler_runs():
-                steps = in_ranges(self.unrolled, self.ops, steps)
-            return IssuedSteps.of(steps)
-        return self.in_python if self.tapes is None else self.tapes.steps(self)
+    def steps_in_python(self, capturing: bool) -> IssuedSteps:
+        """Return the steps to issue for a run that is captured or profiled."""
+        steps = [self.in_captures.get(i, step) for i, step in enumerate(self.steps)] if capturing else self.steps
+        if self.machine.profiled or profiler_runs():
+            steps = in_ranges(self.unrolled, self.ops, steps)
+        return IssuedSteps.of(steps)
 
     def join_workers(self) -> None:
         """Make the caller's stream the current stream, and make it wait for the work on all worker streams.

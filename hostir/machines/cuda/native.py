@@ -47,7 +47,7 @@ def launcher(driver: str = DRIVER) -> Any:
     """
     try:
         module = build()
-        module.open(driver)
+        module.open(driver, DriverError)
     except Exception as problem:  # whatever a compiler, Triton or the loader raises
         reason = f"{type(problem).__name__}: {str(problem).splitlines()[0] if str(problem) else 'no reason'}"
         message = f"Calls are issued by Python, which takes longer: the native launcher cannot be built ({reason})."
@@ -56,16 +56,16 @@ def launcher(driver: str = DRIVER) -> Any:
     return module
 
 
-def native(module: Any, segment: Segment) -> Callable[[tuple[int, ...], tuple[int, ...]], None]:
-    """Return a function that issues a segment. Its arguments are an address for each slot and a handle for each stream.
+def native(module: Any, segment: Segment, streams: tuple[int, ...]) -> Callable[[list[Any]], None]:
+    """Return a function that issues a segment. Its argument is a list of registers, which hold tensors or addresses.
 
-    The function raises DriverError for the first entry that fails. `module` is the result of `launcher`.
+    The number of a slot is the number of a register. The function raises DriverError for the first entry that fails.
+    It makes the CUDA context current in which `native` is called.
+
+    Args:
+        module: the result of `launcher`.
+        segment: the segment.
+        streams: the handle of each stream of the tape.
     """
-    tape = module.Tape(segment.rows, segment.patches, len(segment.slots), segment.streams, RELEASED)
-    run = tape.run
-
-    def issue(addresses: tuple[int, ...], streams: tuple[int, ...]) -> None:
-        if (failed := run(addresses, streams)) is not None:
-            raise DriverError(*failed)
-
-    return issue
+    run: Callable[[list[Any]], None] = module.Tape(segment.rows, segment.patches, segment.slots, streams, RELEASED).run
+    return run

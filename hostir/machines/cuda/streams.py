@@ -43,8 +43,7 @@ def current(device: torch.device) -> torch.cuda.Stream:
     Every call of a program needs the current stream, and `torch.cuda.current_stream` would take 10 us on the host.
     """
     handle = torch._C._cuda_getCurrentRawStream(device.index)
-    latest = _known.get(device.index)
-    if latest is not None and latest[0] == handle:
+    if device.index in _known and (latest := _known[device.index])[0] == handle:
         return latest[1]
     stream = torch.cuda.current_stream(device)
     _known[device.index] = handle, stream

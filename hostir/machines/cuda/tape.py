@@ -2,7 +2,7 @@
 
 A tape is recorded while a plan runs. It holds launches of kernels, operations on flags in memory, copies, and events.
 An address within a tensor that changes from call to call becomes a slot and an offset. Any other address is fixed. A
-stream becomes a number. Each run supplies the handle of the stream.
+stream becomes a number.
 
 Only torch can run some steps, such as a product by cuBLAS or a collective by NCCL. Such a step ends a segment of the
 tape. So a call becomes a list that contains segments and steps in Python. `hostir.machines.cuda.native` issues a
@@ -31,7 +31,7 @@ class Memory:
         name: the name in the text of a tape.
         begin: the first address.
         size: the size in bytes.
-        slot: the number of the slot that holds the tensor's address; None for fixed memory.
+        slot: the number of the slot, which is the number of the register that holds the tensor; None for fixed memory.
     """
 
     name: str
@@ -96,18 +96,16 @@ class Segment:
 
     Fields:
         entries: the entries, in order.
-        streams: the number of streams of the tape.
-        slots: the numbers of the slots that the entries use. A run supplies one address for each of them.
+        slots: the numbers of the slots that the entries use.
     """
 
     entries: tuple[TapeEntry, ...]
-    streams: int
     slots: tuple[int, ...]
 
     @staticmethod
-    def of(entries: Sequence[TapeEntry], streams: int) -> Segment:
+    def of(entries: Sequence[TapeEntry]) -> Segment:
         slots = {a.memory.slot for e in entries for a in e.addresses if a.memory is not None}
-        return Segment(tuple(entries), streams, tuple(sorted(slot for slot in slots if slot is not None)))
+        return Segment(tuple(entries), tuple(sorted(slot for slot in slots if slot is not None)))
 
     @property
     def patches(self) -> tuple[tuple[int, int, int, int, bool], ...]:

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hostir.machines.binding import Step
 from hostir.machines.cuda.native import native
 from hostir.machines.cuda.tape import Memory, Segment, TapeEntry, TapeWriter
-from hostir.plan.operations import CALLER, AllocateOp, CollectiveOp, Op, ViewOp
+from hostir.plan.operations import CALLER, AllocateOp, CollectiveOp, ViewOp
 
 if TYPE_CHECKING:
     from hostir.machines.cuda.machine import CudaPlan
@@ -76,9 +76,8 @@ class Tapes:
             own = [register for register, op in plan.unrolled.symmetric.items() if op.rank == plan.unrolled.rank]
             if ranges := ranges_of(plan, own):
                 self.symmetric = range(ranges[0].start, max(each.stop for each in ranges))
-        tensors, symmetric = [plan.registers[register] for register in self.registers], self.symmetric
-        addresses = [0 if x is None else x.data_ptr() for x in tensors]
-        key = (plan.streams[CALLER].cuda_stream, *[n if n in symmetric else n % 16 for n in addresses])
+        symmetric, caller = self.symmetric, plan.streams[CALLER].cuda_stream
+        key = self.module.key(caller, plan.registers, self.registers, symmetric.start, symmetric.stop)
         if key in self.by_key:
             return self.by_key[key] or self.recording(plan, key, self.registers)
         if len(self.by_key) >= MAX_TAPES:
@@ -144,6 +143,8 @@ class TapedRun:
 
         While this method issues the steps, `ends[-1]` is the number of steps that have begun.
         """
+        from hostir.kernels.devices import bind_thread  # which needs Triton
+
         plan, writer = self.plan, TapeWriter(self.memories, {handle: n for n, handle in enumerate(self.streams)})
         entries: list[Sequence[TapeEntry]] = []
         with writer, TorchWork() as work:
@@ -154,29 +155,56 @@ class TapedRun:
                 by_nccl = op.by_group and not (isinstance(op, CollectiveOp) and op.by)
                 recorded = writer.complete and not work.seen and not by_nccl
                 entries.append(writer.entries if recorded else ())
+        with torch.cuda.device(plan.machine.device):  # in this thread it may be another one
+            bind_thread(plan.machine.device)
+            self.make_steps(entries)
+        if writer.kept:  # this step does nothing, but keeps workspaces alive as long as the steps that use them
+            self.add(partial(len, writer.kept), len(plan.steps))
+        return IssuedSteps(self.steps, self.ends, "\n".join(self.lines), self.issued)
+
+    def make_steps(self, entries: Sequence[Sequence[TapeEntry]]) -> None:
+        """Make the steps of later runs. `entries` are the tape entries of each step of the plan.
+
+        A step that allocates memory, makes a view or sets the current stream may run before the entries that are still
+        pending. A step that frees memory may not. Views that only native code would use are left out. So is a change of
+        the current stream that no step notices.
+        """
+        plan, views, switch = self.plan, self.views_for_python(entries), None
+        stream = now = CALLER  # the streams that are current in the plan, and in later runs
         for number, (step, op) in enumerate(zip(plan.steps, plan.ops, strict=True)):
             if entries[number]:
                 self.pending += entries[number]
-                continue
-            if not self.only_prepares(op, step):
-                self.flush(number)
-                self.lines.append(f"by Python: {plan.unrolled.describe(op)}")
-                self.issued += 1
-            self.steps.append(step)
-            self.ends.append(number + 1)
+            elif step in plan.switches:
+                stream, switch = plan.switches[step], step
+            elif not isinstance(op, ViewOp):
+                if not isinstance(op, AllocateOp):
+                    self.flush(number)
+                    self.lines.append(f"by Python: {plan.unrolled.describe(op)}")
+                    self.issued += 1
+                if switch is not None and stream != now:
+                    self.add(switch, number)
+                    now = stream
+                self.add(step, number + 1)
+            elif op.out in views:
+                self.add(step, number + 1)
         self.flush(len(plan.steps))
-        if writer.kept:  # this step does nothing, but keeps workspaces alive as long as the steps that use them
-            self.steps.append(partial(len, writer.kept))
-            self.ends.append(len(plan.steps))
-        return IssuedSteps(self.steps, self.ends, "\n".join(self.lines), self.issued)
+        if switch is not None and stream != now:
+            self.add(switch, len(plan.steps))
 
-    def only_prepares(self, op: Op, step: Step) -> bool:
-        """Return True if a step that has made no tape entries may run before the entries that are still pending.
+    def add(self, step: Step, end: int) -> None:
+        """Add a step. `end` is the number of the plan's steps that count as begun once the added step has begun."""
+        self.steps.append(step)
+        self.ends.append(end)
 
-        A step that allocates memory, makes a view or sets the current stream may run early. A step that frees memory
-        may not.
-        """
-        return isinstance(op, AllocateOp | ViewOp) or step in self.plan.switches
+    def views_for_python(self, entries: Sequence[Sequence[TapeEntry]]) -> set[int]:
+        """Return the registers of the views that are outputs, or that steps in Python read or write."""
+        plan, registers = self.plan, set(self.plan.unrolled.outputs)
+        for step, op, recorded in [*zip(plan.steps, plan.ops, entries, strict=True)][::-1]:
+            if isinstance(op, ViewOp):
+                registers |= {op.x} if op.out in registers else set()
+            elif not recorded and step not in plan.switches:
+                registers.update((*op.reads, *op.writes))
+        return registers
 
     def flush(self, end: int) -> None:
         """Add a step that issues the pending entries.
@@ -185,21 +213,8 @@ class TapedRun:
         """
         if not self.pending:
             return
-        from hostir.kernels.devices import bind_thread  # which needs Triton
-
-        segment = Segment.of(self.pending, len(self.streams))
-        issue, slots = native(self.module, segment), segment.slots
-        registers, streams, device = self.plan.registers, self.streams, self.plan.machine.device
-
-        def step() -> None:
-            if torch._C._cuda_getDevice() != device.index:  # in a new thread it may be another one
-                with torch.cuda.device(device):
-                    return step()
-            bind_thread(device)
-            return issue(tuple([registers[slot].data_ptr() for slot in slots]), streams)
-
-        self.steps.append(step)
-        self.ends.append(end)
+        segment = Segment.of(self.pending)
+        self.add(partial(native(self.module, segment, self.streams), self.plan.registers), end)
         self.lines.append(str(segment))
         self.issued += len(self.pending)
         self.pending = []
@@ -208,8 +223,8 @@ class TapedRun:
     def memories(self) -> list[Memory]:
         """Return the memory of each buffer in the plan's registers. Views of buffers have no entry.
 
-        The address of a buffer may change from call to call, so it has a slot. The number of the slot is the number of
-        the buffer's register. The address of symmetric memory is fixed, so it has no slot.
+        The address of a buffer may change from call to call, so it has a slot. The address of symmetric memory is
+        fixed, so it has no slot.
         """
         unrolled, registers = self.plan.unrolled, self.plan.registers
         names = {register: f"%{register}" for register in range(len(registers))}

@@ -9,7 +9,6 @@ from hostir.plan.operations import ComputeOp
 from hostir.plan.unrolled import UnrolledProgram
 
 TIMEOUTS = 256  # the minimum number of rows of one allocation
-WORD_BYTES = 8
 
 
 class Timeouts:
@@ -26,7 +25,7 @@ class Timeouts:
         self.words: dict[tuple[object, ...], tuple[UnrolledProgram, ComputeOp, torch.Tensor]] = {}
         self.pages: list[torch.Tensor] = []  # [TIMEOUTS, 2] each
         self.used = 0  # the number of rows in use in the latest page
-        self.read: list[tuple[memoryview, bytes]] = []  # for each page: the bytes in use, and as many zeros
+        self.read: list[tuple[memoryview, memoryview]] = []  # for each page: the words in use, and as many zeros
 
     def of(self, unrolled: UnrolledProgram, op: ComputeOp, blocks: int) -> torch.Tensor:
         """Return the words `[blocks, 2]` to which the kernel of an operation reports timeouts."""
@@ -38,14 +37,14 @@ class Timeouts:
                 self.used = 0
             self.words[key] = unrolled, op, self.pages[-1][self.used : self.used + blocks]
             self.used += blocks
-            size = self.used * 2 * WORD_BYTES
-            self.read[len(self.pages) - 1 :] = [(self.pages[-1].numpy().data.cast("B")[:size], bytes(size))]
+            words = self.pages[-1].numpy().data.cast("B").cast("q")[: self.used * 2]
+            self.read[len(self.pages) - 1 :] = [(words, memoryview(bytes(words.nbytes)).cast("q"))]
         return self.words[key][2]
 
     def problem(self) -> HostIRError | None:
         """Return one error for all timeouts that kernels have reported, or None. Clear the reports."""
         for words, zeros in self.read:
-            if words.tobytes() != zeros:
+            if words != zeros:
                 return self._take()
         return None
 

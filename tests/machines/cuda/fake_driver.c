@@ -9,10 +9,16 @@
 static char log_text[1 << 20];
 static size_t used;
 static int failing = -1, calls;
+static _Thread_local CUcontext contexts[4] = {(CUcontext)1}; /* of the thread; the last one is current */
+static _Thread_local int context;
 
 #define SAY(...) used += (size_t)snprintf(log_text + used, sizeof log_text - used, __VA_ARGS__)
 
-static CUresult next(void) { return calls++ == failing ? CUDA_ERROR_ILLEGAL_ADDRESS : CUDA_SUCCESS; }
+static CUresult next(void) {
+  if (contexts[context] != (CUcontext)1)
+    return CUDA_ERROR_INVALID_CONTEXT;
+  return calls++ == failing ? CUDA_ERROR_ILLEGAL_ADDRESS : CUDA_SUCCESS;
+}
 
 const char *fake_take(void) {
   static char taken[1 << 20];
@@ -24,6 +30,26 @@ const char *fake_take(void) {
 }
 
 void fake_fail(int call) { failing = call; }
+
+CUresult cuCtxGetCurrent(CUcontext *current) {
+  *current = contexts[context];
+  return CUDA_SUCCESS;
+}
+
+CUresult cuCtxSetCurrent(CUcontext current) {
+  contexts[context] = current;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuCtxPushCurrent_v2(CUcontext current) {
+  contexts[++context] = current;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuCtxPopCurrent_v2(CUcontext *current) {
+  *current = contexts[context--];
+  return CUDA_SUCCESS;
+}
 
 CUresult cuGetErrorString(CUresult code, const char **text) {
   *text = code == CUDA_ERROR_ILLEGAL_ADDRESS ? "an illegal memory access was encountered" : "unknown";

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hostir.kernels import parameters
 from hostir.kernels.parameters import KernelLaunch, packed, parameter_types
@@ -28,6 +29,7 @@ HERE = Path(__file__).parent
 ROOT = Path(__file__).parents[3]
 WARNINGS = ["-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
 STREAMS = {0x100: 0, 0x200: 1}
+HANDLES = (0x100, 0x200)
 A, B, FIXED = Memory("%a", 0x10000, 256, 0), Memory("%b", 0x20000, 256, 1), Memory("%flags of rank 1", 0x30000, 64)
 
 
@@ -79,7 +81,7 @@ def driver(module: Any, tmp_path_factory: pytest.TempPathFactory) -> FakeDriver:
     fake = FakeDriver(path)
     fake.fail(-1)
     fake.take()
-    module.open(str(path))
+    module.open(str(path), DriverError)
     return fake
 
 
@@ -118,7 +120,7 @@ def every_entry() -> Segment:
     writer.copy_rows(rows, 0x100)
     writer.record(0x77, 0x100)
     writer.wait(0x77, 0x200)
-    return Segment.of(writer.entries, len(STREAMS))
+    return Segment.of(writer.entries)
 
 
 FIRST = [
@@ -132,16 +134,16 @@ FIRST = [
 
 
 def test_entries_are_issued_as_they_were_recorded(module: Any, driver: FakeDriver) -> None:
-    run = native(module, every_entry())
+    run = native(module, every_entry(), HANDLES)
     for _ in range(2):
-        run((A.begin, B.begin), (0x100, 0x200))
+        run([A.begin, B.begin])
         assert driver.take() == FIRST
 
 
-def test_addresses_and_streams_are_those_of_the_call(module: Any, driver: FakeDriver) -> None:
-    run = native(module, every_entry())
+def test_addresses_are_those_of_the_call_and_streams_those_of_the_tape(module: Any, driver: FakeDriver) -> None:
+    runs = {caller: native(module, every_entry(), (caller, 0x200)) for caller in (0x100, 0x300)}
     for a, b, caller in ((0x50000, 0x60000, 0x100), (0x50000, 0x70000, 0x300), (A.begin, 0x70000, 0x300)):
-        run((a, b), (caller, 0x200))
+        runs[caller]([a, b])
         replaced = {"10020": f"{a + 32:x}", "10010": f"{a + 16:x}", "10000/": f"{a:x}/", "20000": f"{b:x}"}
         expected = [line.replace("0x100:", f"{caller:#x}:") for line in FIRST]
         for old, new in replaced.items():
@@ -158,7 +160,7 @@ def test_a_launch_has_the_attributes_that_it_was_compiled_for(
 ) -> None:
     writer, launch = recorded(), kernel(**changed)
     writer.launch(Compiled(launch), 3, 0x100, (A.begin, 0, None, (7, 8), False, 1.0))
-    native(module, Segment.of(writer.entries, 2))((A.begin,), (0x100, 0x200))
+    native(module, Segment.of(writer.entries), HANDLES)([A.begin])
     grid = 3 * launch.ctas
     assert driver.take() == [f"0x100: launch {grid}x128 shared 1024 attributes{attributes} ( 10000 0 7 8 0 1 0 0 )"]
 
@@ -166,15 +168,44 @@ def test_a_launch_has_the_attributes_that_it_was_compiled_for(
 @pytest.mark.parametrize("at", range(6))
 def test_a_call_of_the_driver_that_fails_names_its_operation(at: int, module: Any, driver: FakeDriver) -> None:
     entries = [replace(entry, place=10 + number) for number, entry in enumerate(every_entry().entries)]
-    run = native(module, Segment.of(entries, 2))
+    run = native(module, Segment.of(entries), HANDLES)
     driver.fail(at)
     with pytest.raises(DriverError, match=r"an illegal memory access was encountered \(CUDA error 700\)") as failed:
-        run((A.begin, B.begin), (0x100, 0x200))
+        run([A.begin, B.begin])
     assert failed.value.place == 10 + at
     assert driver.take() == FIRST[: at + 1]
     driver.fail(-1)
-    run((A.begin, B.begin), (0x100, 0x200))
+    run([A.begin, B.begin])
     assert driver.take() == FIRST
+
+
+def test_entries_are_issued_in_the_context_in_which_the_tape_was_made(module: Any, driver: FakeDriver) -> None:
+    run, other, now = native(module, every_entry(), HANDLES), ctypes.c_void_p(2), ctypes.c_void_p()
+    for current in (other, ctypes.c_void_p()):  # a new thread has no context yet
+        driver.library.cuCtxSetCurrent(current)
+        run([A.begin, B.begin])
+        assert driver.take() == FIRST
+        driver.fail(2)
+        with pytest.raises(DriverError):
+            run([A.begin, B.begin])
+        driver.fail(-1)
+        driver.take()
+        driver.library.cuCtxGetCurrent(ctypes.byref(now))
+        assert now.value == current.value
+    driver.library.cuCtxSetCurrent(ctypes.c_void_p(1))
+
+
+def test_a_key_has_alignments_and_the_addresses_of_a_range(module: Any) -> None:
+    x = torch.empty(64, dtype=torch.uint8)
+    at = x.data_ptr()
+    registers = [x[3:], None, 0x1008, x, 0x2000]
+    assert module.key(7, registers, (0, 1, 2, 3, 4), 0x2000, 0x2001) == (7, (at + 3) % 16, 0, 8, at % 16, 0x2000)
+    assert module.key(7, registers, (2, 4), 0x1008, 0x2000) == (7, 0x1008, 0)
+    for numbers in ((5,), (-9,), ("x",)):
+        with pytest.raises((IndexError, TypeError)):
+            module.key(7, registers, numbers, 0, 0)
+    with pytest.raises(AttributeError):
+        module.key(7, ["x"], (0,), 0, 0)
 
 
 def test_nothing_is_copied_to_where_it_is(module: Any, driver: FakeDriver) -> None:
@@ -182,7 +213,7 @@ def test_nothing_is_copied_to_where_it_is(module: Any, driver: FakeDriver) -> No
     writer.copy(B.begin, A.begin, 64, 0x100)
     rows = Memcpy2D(x_address=A.begin, out_address=B.begin, x_pitch=32, out_pitch=32, width=16, height=2)
     writer.copy_rows(rows, 0x100)
-    native(module, Segment.of(writer.entries, 2))((A.begin, A.begin), (0x100, 0x200))
+    native(module, Segment.of(writer.entries), HANDLES)([A.begin, A.begin])
     assert driver.take() == []
 
 
@@ -196,9 +227,9 @@ def test_tensor_maps_get_the_address_of_each_call_once(
     launch = kernel(function=ctypes.addressof(function), types=types, dependent=False)
     writer.launch(Compiled(launch), 1, 0x100, (5, B.begin, A.begin + 16, 64, 1, 2, 3))
     assert writer.complete
-    run = native(module, Segment.of(writer.entries, 2))
+    run = native(module, Segment.of(writer.entries), HANDLES)
     for a, times in ((0x50000, 16), (0x50000, 16), (0x60000, 17)):  # the fake driver counts in the map's last word
-        run((a, B.begin), (0x100, 0x200))
+        run([a, B.begin])
         (line,) = driver.take()
         assert f"map {a + 16:x}/{times:x} " in line
     writer.launch(Compiled(launch), 1, 0x100, (5, B.begin, 0x123450, 64, 1, 2, 3))
@@ -206,13 +237,19 @@ def test_tensor_maps_get_the_address_of_each_call_once(
 
 
 def test_what_does_not_fit_a_tape_is_refused(module: Any, driver: FakeDriver) -> None:
-    run = module.Tape(every_entry().rows, every_entry().patches, 2, 2, 0).run
-    for arguments in [(), ((1, 2),), ((1,), (1, 2)), ((1, 2), (1,)), ([1, 2], (1, 2)), ((1, 2), None)]:
-        with pytest.raises(TypeError, match="a tuple of 2 addresses and a tuple of 2 streams"):
-            run(*arguments)
-    for addresses, streams in (((1, "x"), (1, 2)), ((1, 2), (1, 2.5)), ((-1, 2), (1, 2))):
-        with pytest.raises((TypeError, OverflowError)):
-            run(addresses, streams)
+    run = native(module, every_entry(), HANDLES)
+    for registers in ((1, 2), None, {0: 1, 1: 2}):
+        with pytest.raises(TypeError, match="expected a list of registers"):
+            run(registers)
+    for registers in ([1], []):
+        with pytest.raises(ValueError, match="a slot of a register that is not there"):
+            run(registers)
+    for registers in ([1, "x"], [1, None], [-1, 2], [1, 2.5]):
+        with pytest.raises((AttributeError, OverflowError)):
+            run(registers)
+    for slots, streams in (((0, -1), HANDLES), ((0, "x"), HANDLES), ((0, 1), (1, 2.5)), ((0, 1), (1, -2))):
+        with pytest.raises((TypeError, OverflowError, ValueError)):
+            module.Tape(every_entry().rows, every_entry().patches, slots, streams, 0)
     launch = ((0, 0, 0, (0, 1, 1, 1, 1, False, False, bytes(8), (0,))),)
     event = ((4, 0, 0, (0x77,)),)
     for entries, patches in [
@@ -228,7 +265,7 @@ def test_what_does_not_fit_a_tape_is_refused(module: Any, driver: FakeDriver) ->
         (event, ((0, 0, 0, 0, False),)),  # an event holds no address
     ]:
         with pytest.raises(ValueError, match=r"a stream|a parameter|not an array|not a CUDA_MEMCPY2D|patch"):
-            module.Tape(entries, patches, 2, 2, 0)
+            module.Tape(entries, patches, (0, 1), HANDLES, 0)
     assert driver.take() == []
 
 

@@ -20,7 +20,7 @@ def no_compiler() -> Any:
 
 
 def no_driver() -> Any:
-    def open_library(path: str) -> None:
+    def open_library(path: str, error: type[Exception]) -> None:
         raise OSError(f"{path}: cannot open shared object file")
 
     return SimpleNamespace(open=open_library)

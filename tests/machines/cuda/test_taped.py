@@ -5,12 +5,10 @@ The GPU is not there, and neither is its driver: a library records the calls of 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import itertools
 import re
 import struct
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,9 +18,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import _pop_mode_temporarily
 
 import hostir as hi
 from examples import patterns
+from hostir.call.bound import BoundCall
+from hostir.call.rank import RankExecutor
 from hostir.ir.source import HostIRError
 from hostir.kernels import devices, parameters
 from hostir.kernels.devices import StandIn
@@ -33,7 +34,8 @@ from hostir.machines.cuda import blocks, copies, credits, flags, machine, native
 from hostir.machines.cuda import driver as cuda_driver
 from hostir.machines.cuda.tape import Segment, TapeWriter
 from hostir.machines.cuda.taped import IssuedSteps, Tapes
-from hostir.plan.operations import NONE
+from hostir.plan.operations import NONE, AllocateOp
+from tests.counting import calls_of
 from tests.kernels.hopper import Hopper, hopper, inputs_of
 from tests.machines.cuda.test_native import NO_COMPILER, FakeDriver, driver, module
 
@@ -95,7 +97,7 @@ def launched_by(fake: FakeDriver, launcher: Any) -> dict[str, Any]:
             TAPING.writer.launch(self, programs, stream, arguments)
         alone = TapeWriter(list, {stream: 0})
         alone.launch(self, programs, stream, arguments)
-        native.native(launcher, Segment.of(alone.entries, 1))((), (stream,))
+        native.native(launcher, Segment.of(alone.entries), (stream,))([])
 
     return {"__init__": begin, "encoded": encoded, "launch": launch}
 
@@ -186,6 +188,44 @@ def test_native_code_issues_what_python_issues_for_any_addresses(
     assert len(taped.steps) < len(plan.steps)
     assert "by Python: 'sum" not in taped.text
     assert len({*map(tuple, calls)}) == 5, "the inputs of each call are elsewhere"
+
+
+@pytest.mark.parametrize("strategy", ["ring", "fused", "push"])
+@pytest.mark.parametrize("fusion", ["gathered", "scattered"])
+def test_a_warm_call_takes_few_calls_of_functions(
+    fusion: str, strategy: str, gpu: Hopper, driver: FakeDriver, module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Views and changes of the current stream are left out, as no step in Python needs them."""
+    rows = {"gathered": patterns.allgather_matmul, "scattered": patterns.row_parallel_scattered}[fusion]
+    program = hi.lower(rows(2, S=1, M=4096, K=8192, N=3584, dtype="bf16"), strategy)
+    empty, at = torch.empty_strided, list[str]()  # the device on which the call allocates, if it is not the GPU
+
+    def allocate(*layout: Any, **options: Any) -> torch.Tensor:
+        return empty(*layout, **{**options, "device": at[0]} if at else options)
+
+    monkeypatch.setattr(torch, "empty_strided", allocate)
+    plan = gpu.plan(program, 0, "triton", inputs_of(program, 0))
+    plan.tapes = Tapes(module)
+    for _ in range(3):
+        issued(plan, inputs_of(program, 0), driver)
+    monkeypatch.setattr(RankExecutor, "_join", lambda executor, *arguments: plan.machine)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: STREAMS[0])
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
+    executor = RankExecutor(program, machine="cuda", graphs=False)
+    (taped,) = plan.tapes.by_key.values()
+    allocations = sum(isinstance(op, AllocateOp) for op in plan.unrolled.ops)
+    assert taped is not None
+    assert len(taped.steps) <= allocations + 2, "a segment, and what keeps workspaces"
+    layouts = [(x.shape, x.dtype) for x in inputs_of(program, 0) if x is not None]
+    with _pop_mode_temporarily():  # native code needs only the addresses of tensors: these are on the CPU
+        at.append("cpu")
+        inputs = [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in layouts]
+        executor.latest = BoundCall(plan, inputs, None, "")
+        executor(*inputs)
+        driver.take()
+        calls = calls_of(lambda: executor(*inputs)) - 1 - allocations  # without the functions of this test
+    assert len(driver.take()) > 2
+    assert calls <= 20
 
 
 def test_a_plan_that_only_torch_can_issue_keeps_no_tape(gpu: Hopper, driver: FakeDriver, module: Any) -> None:
@@ -313,29 +353,20 @@ def test_an_input_in_its_place_in_symmetric_memory_once_may_be_elsewhere_later(
         assert by_native == by_python
 
 
-def test_native_code_runs_on_the_plans_device_even_if_another_one_is_current_and_triton_interprets(
-    gpu: Hopper, driver: FakeDriver, module: Any, monkeypatch: pytest.MonkeyPatch
+def test_native_code_runs_on_the_plans_device_even_if_another_one_is_current(
+    gpu: Hopper, driver: FakeDriver, module: Any
 ) -> None:
+    """The fake driver refuses calls in another context than that of the plan's device."""
     program = hi.lower(FUSIONS["gathered"](), "ring")
     plan = gpu.plan(program, 0, "triton", inputs_of(program, 0))
     plan.tapes = Tapes(module)
     logs = [issued(plan, inputs_of(program, 0), driver) for _ in range(3)]
-    indices = [1]
-
-    @contextlib.contextmanager
-    def device(device: torch.device) -> Iterator[None]:
-        indices.append(device.index)
-        yield
-        indices.pop()
-
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: indices[-1])
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: indices[-1])
-    monkeypatch.setattr(torch.cuda, "device", device)
-    monkeypatch.setattr(devices, "INTERPRETED", True)
-    monkeypatch.setattr(devices, "_interpreter_lock", threading.RLock())  # no test waits for ever
-    logs.append(issued(plan, inputs_of(program, 0), driver))
+    driver.library.cuCtxSetCurrent(ctypes.c_void_p(2))
+    try:
+        logs.append(issued(plan, inputs_of(program, 0), driver))
+    finally:
+        driver.library.cuCtxSetCurrent(ctypes.c_void_p(1))
     assert relative(logs[3]) == relative(logs[2])
-    assert indices == [1]
 
 
 @pytest.mark.parametrize("knob", [False, True])
