@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from hostir.ir.regions import is_dense
 from hostir.kernels.grouped_library import (
     grouped_by_library,
     outer_by_library,
@@ -43,6 +44,8 @@ _SETTINGS = {
 }
 _setting = threading.Lock()  # held while a setting differs from the user's
 
+Layout = tuple[tuple[int, ...], tuple[int, ...]]  # the shape and the strides of a tensor
+
 # Up to this many numbers are added one by one, because the order in which torch adds depends on layouts. For more
 # numbers, torch's sum is more accurate.
 IN_ORDER = 16
@@ -57,22 +60,32 @@ def matmul(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, addend: torch.Te
     kernels, and it may choose one kernel for a slice of the rows and another for all rows. With 16-bit sums, some of
     these kernels have 1.4 times the error of others.
     """
-    setting = _SETTINGS.get(out.dtype)
-    if setting is None:
-        _multiply(out, a, b, addend)
+    _with_wide_sums(_multiply, out, a, b, addend)
+
+
+def _with_wide_sums(
+    multiply: Callable[..., None],
+    out: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    addend: torch.Tensor | None = None,
+) -> None:
+    """Call `multiply(out, a, b, addend)` while torch's settings do not allow sums in 16 bits."""
+    if out.dtype not in _SETTINGS:
+        multiply(out, a, b, addend)
     elif out.is_cpu:  # f32 is a hundred times as fast on CPUs without 16-bit arithmetic
         wide = torch.empty(out.shape, dtype=torch.float32, device=out.device)
-        _multiply(wide, a.float(), b.float(), None if addend is None else addend.float())
+        multiply(wide, a.float(), b.float(), None if addend is None else addend.float())
         out.copy_(wide)
     else:
-        users, set_to = setting
+        users, set_to = _SETTINGS[out.dtype]
         with _setting:
             if not users()[0]:
-                _multiply(out, a, b, addend)
+                multiply(out, a, b, addend)
                 return
             set_to(False, True)
             try:
-                _multiply(out, a, b, addend)
+                multiply(out, a, b, addend)
             finally:
                 set_to(True, True)
 
@@ -351,8 +364,8 @@ def _multiply(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.T
     if b.ndim > 2:
         _multiply_batches(out, a, b)
         return
-    if bias is None and out.is_contiguous() and _folds(a.shape, a.stride()):  # else torch.matmul may resize or fail
-        torch.matmul(a, b, out=out)  # takes less host time than our views
+    if bias is None and out.is_contiguous() and _folds(a.shape, a.stride()):
+        _multiply_rows(out, a, b, None)
         return
     a_rows, out_rows = rows(a), rows(out)
     if a_rows is not None and out_rows is not None:
@@ -386,8 +399,21 @@ def _multiply_batches(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> No
     torch.bmm(*flat[1:], out=flat[0])
 
 
+def _multiply_rows(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, _: None) -> None:
+    torch.matmul(a, b, out=out)  # takes less host time than our views; for other layouts it may resize `out`, or fail
+
+
+# The same as `matmul` for tensors whose layouts `takes_rows` accepts. It takes fewer function calls.
+matmul_of_rows: Callable[..., None] = functools.partial(_with_wide_sums, _multiply_rows)
+
+
+def takes_rows(out: Layout, a: Layout, b: Layout) -> bool:
+    """Return True if torch computes `out = a @ b` as one product of rows, for tensors of these shapes and strides."""
+    return len(b[0]) == 2 and is_dense(*out) and _folds(*a)
+
+
 @functools.lru_cache(maxsize=1024)
-def _folds(shape: torch.Size, strides: tuple[int, ...]) -> bool:
+def _folds(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Return True if torch.matmul computes one product for all leading axes.
 
     Like torch.matmul, this compares the strides of all leading axes, also of axes of size 1.

@@ -53,11 +53,12 @@ def test_16_bit_sums_of_cublas_are_off_while_a_product_is_issued_and_then_restor
     out, a, b, bias = (torch.empty(n, dtype=dtype, device="meta") for n in ((4, 8), (4, 16), (16, 8), (8,)))
     with user_allows(setting, users):
         aten.matmul(out, a, b)
+        aten._with_wide_sums(spy, out, a, b)  # as `matmul_of_rows` does
         aten.linear(out, a, b.t(), bias)
         with pytest.raises(RuntimeError):
             aten.matmul(out, a, b[:3])
         assert getattr(torch.backends.cuda.matmul, setting) is users
-    assert seen == [(False, True)] * 3  # K may be divided
+    assert seen == [(False, True)] * 4  # K may be divided
 
 
 @settings(max_examples=50)
@@ -147,6 +148,12 @@ def test_products_of_padded_transposed_and_dense_rows_are_written_in_place(a: to
 def test_rows_with_a_single_stride_take_one_product(
     a: torch.Tensor, products: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    b, out = torch.randn(8, 5), torch.empty(*a.shape[:-1], 5)
+    layouts = [(tuple(x.shape), x.stride()) for x in (out, a, b)]
+    assert aten.takes_rows(*layouts) is (products == ["matmul"])
+    if aten.takes_rows(*layouts):
+        aten.matmul_of_rows(out.fill_(torch.nan), a, b)
+        torch.testing.assert_close(out, a @ b)
     seen: list[str] = []
 
     def noted(name: str) -> Callable[..., torch.Tensor]:

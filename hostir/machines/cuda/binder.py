@@ -11,8 +11,10 @@ import torch
 
 from hostir.job.offers import SLOTS, WORKSPACE
 from hostir.job.symmetric import SharedMemory
+from hostir.kernels.aten import matmul, matmul_of_rows, takes_rows
 from hostir.kernels.contractions import IN_TRITON
 from hostir.kernels.dtypes import torch_dtype
+from hostir.kernels.repeats import Kernel
 from hostir.kernels.table import kernels_for
 from hostir.machines.binding import Step, bind_allocate, bind_compute, bind_view
 from hostir.machines.cuda.blocks import BlockSteps
@@ -252,7 +254,7 @@ class CudaBinder:
         else:
             kernel = kernels_for(self.machine.kernels, torch_dtype(op.dtype))[op.computation]
             captured = self.machine.kernel(op)
-            compute = bind_compute(op, self.context.registers, kernel)
+            compute = bind_compute(op, self.context.registers, self.in_few_calls(op, kernel))
             self.here(op, compute)
             if kernel in IN_TRITON:
                 self.launches.append((op, compute))
@@ -265,6 +267,13 @@ class CudaBinder:
         if op is normed.computations[-1]:
             self.here(normed.collective, implementations.normed_sum(normed))
             self.in_one_kernel = False
+
+    def in_few_calls(self, op: ComputeOp, kernel: Kernel) -> Kernel:
+        """Return a kernel that computes the same in fewer function calls, if the layouts allow it; else `kernel`."""
+        if kernel is not matmul or len(op.operands) != 2:
+            return kernel
+        layouts = [self.context.unrolled.layouts[register] for register in (op.out, *op.operands)]
+        return matmul_of_rows if takes_rows(*[(x.shape, x.strides) for x in layouts]) else kernel
 
     def add_copy(self, op: CopyOp) -> None:
         if self.add_push(op):

@@ -197,9 +197,9 @@ def captured(kernel: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def executor(p: Program, **options: Any) -> Executor:
-    """Return a CUDA executor with a fake device and tensors on the CPU."""
-    kernels = {kind: captured(kernel) for kind, kernel in kernel_table("aten", "cpu").items()}
+def executor(p: Program, plain: bool = False, **options: Any) -> Executor:
+    """Return a CUDA executor with a fake device and tensors on the CPU. If `plain`, kernels run also in captures."""
+    kernels = {kind: kernel if plain else captured(kernel) for kind, kernel in kernel_table("aten", "cpu").items()}
     groups = Groups(0, CPU)
     nccl = types.SimpleNamespace(_allgather_base=lambda out, x, options: None)
     groups.made = {(0, 1): types.SimpleNamespace(_get_backend=lambda device: nccl)}
