@@ -52,14 +52,14 @@ def expert_mlp(
     name, count = name_of(group), gate.shape[0]
     x, weights, gate, up, down = ready(x, weights, gate, up, down)
     order, offsets, places = grouped.route.packet(experts, count, name)
-    by_token = collectives.all_gather.call([weights], weights, 0, name).view(places.shape)
+    by_token = collectives.all_gather.call(weights, 0, name).view(places.shape)
     if not wants_gradients((x, weights, gate, up, down)):
         operands = [x, gate, up, down, order, offsets, places, by_token]
-        return grouped.expert_mlp.call(operands, *operands, name)
+        return grouped.expert_mlp.call(*operands, name)
     by_row = by_token.flatten(1).gather(1, _inverse(places).long())  # the weight of each row
-    _, (g, u) = grouped.all_gather_grouped_matmul.call([x, gate, up], x, [gate, up], order, offsets, places, name)
+    _, (g, u) = grouped.all_gather_grouped_matmul.call(x, [gate, up], order, offsets, places, name)
     h = F.silu(g) * u * by_row[..., None].to(x.dtype)
-    return grouped.grouped_matmul_reduce_scatter.call([h, down], h, down, order, offsets, places, name)
+    return grouped.grouped_matmul_reduce_scatter.call(h, down, order, offsets, places, name)
 
 
 def _inverse(places: Tensor) -> Tensor:

@@ -57,7 +57,7 @@ def rows_quantizer(x: Tensor) -> Quantized:
 
 def quantize_rows(x: Tensor) -> Quantized:
     """Quantize each row of `x`. Return the rows in fp8 and the scales of the rows, `[..., 1]`."""
-    return rows_quantizer.call([x], x)
+    return rows_quantizer.call(x)
 
 
 def quantize_columns(b: Tensor) -> Quantized:
@@ -80,7 +80,7 @@ def _gathered(x: Tensor, bs: Sequence[Tensor], axis: int, group: str) -> tuple[T
     qs, scales = [b for b, _ in rights], [t for _, t in rights]
     biases: list[None] = [None] * len(bs)
     args = q, scale, qs, scales, axis, group, "sharded", biases, x.dtype
-    return all_gather_scaled_matmul.call([q, scale, *qs, *scales], *args)
+    return all_gather_scaled_matmul.call(*args)
 
 
 def _scattered(q: Tensor, scale: Tensor, b: Tensor, axis: int, group: str) -> Tensor:
@@ -90,7 +90,7 @@ def _scattered(q: Tensor, scale: Tensor, b: Tensor, axis: int, group: str) -> Te
     """
     right, right_scale = quantize_columns(b)
     tensors = q, scale, right, right_scale
-    return scaled_matmul_reduce_scatter.call(tensors, *tensors, "sum", axis, group, b.dtype)
+    return scaled_matmul_reduce_scatter.call(*tensors, "sum", axis, group, b.dtype)
 
 
 @define(
@@ -138,14 +138,14 @@ def _check_dtypes(x: Tensor, weights: Sequence[Tensor]) -> None:
 def column_linear(x: Tensor, weights: Sequence[Tensor], axis: int, group: str) -> list[Tensor]:
     """Return `all_gather(x) @ weight^T` for each weight. The call quantizes `x` and the weights to fp8."""
     _check_dtypes(x, weights)
-    *_, products = float8_column_linear.call([x, *weights], x, weights, axis, group)
+    *_, products = float8_column_linear.call(x, weights, axis, group)
     return products
 
 
 def row_linear(x: Tensor, weight: Tensor, axis: int, group: str) -> Tensor:
     """Return `reduce_scatter(x @ weight^T)`. The call quantizes `x` and `weight` to fp8."""
     _check_dtypes(x, [weight])
-    y, *_ = float8_row_linear.call([x, weight], x, weight, axis, group)
+    y, *_ = float8_row_linear.call(x, weight, axis, group)
     return y
 
 

@@ -43,7 +43,7 @@ def axis_of(x: Tensor, axis: int, what: str) -> int:
 
     `x` must have two axes or more. The message calls the argument `what`.
     """
-    axes = x.dim()
+    axes = x.ndim
     if not -axes <= axis < axes or axes < 2:
         expected = "a tensor of two axes or more, and one of them"
         raise error(f"{what}={axis} of {described(x)}", user_span(), expected=expected)
@@ -55,7 +55,7 @@ def ready(*tensors: Tensor) -> list[Tensor]:
 
     Raises HostIRError in a transform of torch.func, and for tensors on a device that hostir does not run on.
     """
-    if not torch.compiler.is_compiling() and (_transforms() is not None or forward_ad._current_level >= 0):
+    if not torch.compiler.is_dynamo_compiling() and (_transforms() is not None or forward_ad._current_level >= 0):
         refuse_transforms()
     for x in tensors:
         if x.device.type not in MACHINES:
@@ -102,9 +102,9 @@ def all_gather_matmul(
     if out is not None:
         products = [out] if isinstance(out, Tensor) else [*out]
         full = a.new_empty(_times(a, axis, name)) if return_a else None
-        gather.all_gather_matmul_out.call([a, *bs, *products], a, bs, axis, name, out=products, gathered=full)
+        gather.all_gather_matmul_out.call(a, bs, axis, name, out=products, gathered=full)
     else:
-        full, products = gather.all_gather_matmul.call([a, *bs], a, bs, axis, name, return_a)
+        full, products = gather.all_gather_matmul.call(a, bs, axis, name, return_a)
     result = products[0] if isinstance(b, Tensor) else products
     return (full, result) if return_a else result
 
@@ -133,8 +133,8 @@ def matmul_reduce_scatter(
     axis, name = axis_of(a, scatter_dim, "scatter_dim"), name_of(group)
     a, b = ready(a, b)
     if out is None:
-        return scatter.matmul_reduce_scatter.call((a, b), a, b, reduce_op, axis, name)
-    scatter.matmul_reduce_scatter_out.call((a, b, out), a, b, reduce_op, axis, name, out=out)
+        return scatter.matmul_reduce_scatter.call(a, b, reduce_op, axis, name)
+    scatter.matmul_reduce_scatter_out.call(a, b, reduce_op, axis, name, out=out)
     return out
 
 
@@ -199,7 +199,7 @@ def column_parallel_linear(
     one = isinstance(weight, Tensor)
     weights = [weight] if isinstance(weight, Tensor) else [*weight]
     biases = [bias] if bias is None or isinstance(bias, Tensor) else [*bias]
-    if len(biases) != len(weights) and bias is not None:
+    if bias is not None and len(biases) != len(weights):
         raise error(f"{len(biases)} biases for {len(weights)} weights", user_span(), expected="one for each weight")
     name = name_of(group)
     if gather_dim is None and fp8:
@@ -208,12 +208,12 @@ def column_parallel_linear(
     axis = 0 if gather_dim is None else axis_of(x, gather_dim, "gather_dim")
     x, *weights = ready(x, *weights)
     if gather_dim is None:
-        products = linear.replicated_linear.call([x, *weights], x, weights, name)
+        products = linear.replicated_linear.call(x, weights, name)
     elif fp8:
         products = float8.column_linear(x, weights, axis, name)
     else:
         keeps = torch.is_grad_enabled() and True in [w.requires_grad for w in weights]
-        _, products = gather.all_gather_matmul.call([x, *weights], x, weights, axis, name, keeps, True)
+        _, products = gather.all_gather_matmul.call(x, weights, axis, name, keeps, True)
     if bias is not None:
         products = [y if b is None else y + b.to(y.dtype) for y, b in zip(products, biases, strict=True)]
     return products[0] if one else products
@@ -264,11 +264,11 @@ def row_parallel_linear(
     x, weight = ready(x, weight)
     if reduce == "all":
         addends = [] if bias is None else [bias.to(x.dtype)]
-        return reduction.matmul_all_reduce.call([x, weight, *addends], x, weight, name, True, *addends)
+        return reduction.matmul_all_reduce.call(x, weight, name, True, *addends)
     if fp8:
         y = float8.row_linear(x, weight, axis, name)
     else:
-        y = scatter.matmul_reduce_scatter.call((x, weight), x, weight, "sum", axis, name, True)
+        y = scatter.matmul_reduce_scatter.call(x, weight, "sum", axis, name, True)
     return y if bias is None else y + bias.to(y.dtype)
 
 
@@ -287,7 +287,7 @@ def gated_linear(x: Tensor, gate: Tensor, up: Tensor, group: Ranks, *, gather_di
     axis, name = axis_of(x, gather_dim, "gather_dim"), name_of(group)
     x, gate, up = ready(x, gate, up)
     keeps = torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad)
-    y, _ = linear.all_gather_gated.call((x, gate, up), x, gate, up, axis, name, keeps)
+    y, _ = linear.all_gather_gated.call(x, gate, up, axis, name, keeps)
     return y
 
 
@@ -311,8 +311,8 @@ def matmul_all_reduce(
     name = name_of(group)
     a, b, *rest = ready(a, b, *([] if addend is None else [addend]))
     if out is None:
-        return reduction.matmul_all_reduce.call([a, b, *rest], a, b, name, False, *rest)
-    reduction.matmul_all_reduce_out.call([a, b, out, *rest], a, b, name, out=out, addend=rest[0] if rest else None)
+        return reduction.matmul_all_reduce.call(a, b, name, False, *rest)
+    reduction.matmul_all_reduce_out.call(a, b, name, out=out, addend=rest[0] if rest else None)
     return out
 
 
@@ -331,8 +331,8 @@ def all_reduce(x: Tensor, group: Ranks, *, out: Tensor | None = None) -> Tensor:
     name = name_of(group)
     (x,) = ready(x)
     if out is None:
-        return collectives.all_reduce.call([x], x, name)
-    collectives.all_reduce_out.call([x, out], x, name, out=out)
+        return collectives.all_reduce.call(x, name)
+    collectives.all_reduce_out.call(x, name, out=out)
     return out
 
 

@@ -273,14 +273,11 @@ def differentiate(gather: Operator, scatter: Operator) -> None:
         wants_a, again = ctx.needs_input_grad[0] and used, any(dtypes) and not ctx.gathered
         if wants_a and again:
             weights = [bs[i] for i in used]
-            tensors = [x, *dys, *weights]
-            d_a, d_weights = all_gather_matmul_backward.call(
-                tensors, x, dys, weights, ctx.axis, ctx.group, ctx.linear, dtypes
-            )
+            d_a, d_weights = all_gather_matmul_backward.call(x, dys, weights, ctx.axis, ctx.group, ctx.linear, dtypes)
         else:
             if wants_a:
                 operands = side_by_side(dys, [bs[i] for i in used], ctx.linear)
-                d_a = scatter.call(operands, *operands, "sum", ctx.axis, ctx.group)
+                d_a = scatter.call(*operands, "sum", ctx.axis, ctx.group)
             x = collectives.all_gather.packet(x, ctx.axis, ctx.group) if again else x
             d_weights = weight_gradients(x, dys, ctx.axis, dtypes, ctx.linear)
         for i in used:

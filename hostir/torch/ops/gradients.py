@@ -8,6 +8,7 @@ return lists of tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -15,32 +16,26 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from hostir.ir.source import error, user_span
-from hostir.torch.ops.remembered import PLAIN
+from hostir.torch.ops.remembered import PLAIN, Remembered, Structure, flattened, flattened_result
 from hostir.torch.ops.running import MACHINES
 
 Gradients = tuple[Callable[..., Any], Callable[..., Any]]  # the backward and set-up functions
-Record = Callable[[Callable[[], Any], Sequence[Any]], Any]
+Run = Callable[[], tuple[list[Any], Structure]]
+Record = Callable[..., Any]
+TENSOR = Structure(None, several=False)  # a tensor alone
+NAMES = {x: str(x).removeprefix("torch.") for x in vars(torch).values() if isinstance(x, torch.dtype)}  # of dtypes
 _modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
-_functions, _profiled = torch._C._len_torch_function_stack, torch._C._autograd._profiler_enabled
 _after_autograd = torch._C._after_autograd_keyset
 
 
-def needs_autograd_only(tensors: Iterable[Tensor]) -> bool:
-    """Return True if torch's dispatcher would run only autograd before the kernel.
+def needs_autograd_only(tensors: Sequence[Tensor]) -> bool:
+    """Return True if torch's dispatcher would run only autograd before the kernel of an operator.
 
-    Returns False if there is a dispatch mode, a tensor subclass or a functorch transform.
+    Returns False if there is a dispatch mode, a tensor subclass or a functorch transform, and for tensors on a device
+    on which hostir has no kernels.
     """
-    return not _modes() and PLAIN.issuperset(map(type, tensors)) and _transforms() is None
-
-
-def needs_no_dispatcher(tensors: Iterable[Tensor]) -> bool:
-    """Return True if a call may skip torch's dispatcher, because the dispatcher would only run autograd.
-
-    Skipping it saves 10 us.
-    """
-    if torch.compiler.is_compiling() or _functions() or _profiled():
-        return False
-    return needs_autograd_only(tensors)
+    plain = PLAIN.issuperset(map(type, tensors)) and tensors[0].device.type in MACHINES
+    return plain and not _modes() and _transforms() is None
 
 
 def wants_gradients(args: Iterable[Any]) -> bool:
@@ -53,21 +48,22 @@ class Recording:
 
     Fields:
         formula: the operator's backward and set-up functions.
-        run: a function that computes the results.
+        run: a function that returns the tensors of the result as one list, and the structure of the result.
         args: the arguments of the call.
         flat: the arguments, with lists replaced by their items.
-        counts: for each argument, its length if it is a list, otherwise None.
-        results: the same for each result. The call sets this field. It stays None if the result is a tensor.
-        several: True if `run` returns a tuple of results. The call sets this field.
+        arguments: the structure of `args`; if it is None, the constructor finds it.
+        structure: the structure of the result. The call sets this field.
     """
 
-    __slots__ = ("args", "counts", "flat", "formula", "results", "run", "several")
+    __slots__ = ("args", "arguments", "flat", "formula", "run", "structure")
 
-    def __init__(self, formula: Gradients, run: Callable[[], Any], args: Sequence[Any]) -> None:
+    def __init__(self, formula: Gradients, run: Run, args: Sequence[Any], arguments: Structure | None) -> None:
         self.formula, self.run, self.args = formula, run, args
-        self.flat, self.counts = flattened(args)
-        self.results: list[int | None] | None = None
-        self.several = False
+        self.arguments = flattened(args)[1] if arguments is None else arguments
+        self.flat: list[Any] = []
+        for x in args:
+            self.flat += x if type(x) is list else (x,)
+        self.structure = TENSOR
 
 
 class Recorded(torch.autograd.Function):
@@ -77,99 +73,88 @@ class Recorded(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, call: Recording, *flat: Any) -> Any:
-        result = call.run()
+    def forward(ctx: Any, call: Recording, *args: Any) -> Any:
+        flat, structure = call.run()
         ctx.formula, setup = call.formula
-        setup(ctx, call.args, result)
-        ctx.inputs, ctx.outputs = call.counts, (None,)
-        if type(result) is Tensor:
-            return result
-        call.several = isinstance(result, tuple)
-        flat_results, call.results = flattened(result if call.several else (result,))
-        ctx.outputs = call.results
-        return tuple(flat_results)
+        setup(ctx, call.args, structure.nest(flat))
+        ctx.arguments, ctx.structure, call.structure = call.arguments, structure, structure
+        return flat[0] if structure.counts is None else tuple(flat)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        needed = ctx.needs_input_grad
-        ctx.needs_input_grad = nested(needed[1:], ctx.inputs)
+        needed, structure = ctx.needs_input_grad, ctx.structure
+        ctx.needs_input_grad = ctx.arguments.nest(needed[1:])
         try:
-            results = ctx.formula(ctx, *nested(grads, ctx.outputs))
+            nested = structure.nest(grads)
+            results = ctx.formula(ctx, *nested) if structure.several else ctx.formula(ctx, nested)
         finally:
             ctx.needs_input_grad = needed  # restore it for another backward pass through this node
-        lists = zip(results, ctx.inputs, strict=True)
-        return None, *flattened([x if x is not None or n is None else [None] * n for x, n in lists])[0]
+        flat: list[Tensor | None] = [None]
+        for x, count in zip(results, ctx.arguments.counts, strict=True):
+            flat += (x,) if count is None else x if x is not None else [None] * count
+        return tuple(flat)
 
 
-def flattened(values: Sequence[Any]) -> tuple[list[Any], list[int | None]]:
-    """Return the values as one list, in which lists are replaced by their items; and the length of each list.
-
-    For a value that is not a list, the length is None.
-    """
-    flat: list[Any] = []
-    counts: list[int | None] = []
-    for x in values:
-        if type(x) is list:
-            flat += x
-            counts += (len(x),)
-        else:
-            flat += (x,)
-            counts += (None,)
-    return flat, counts
-
-
-def nested(flat: Sequence[Any], counts: Sequence[int | None]) -> list[Any]:
-    """Undo `flattened`: return the values."""
-    values, begin = list[Any](), 0
-    for count in counts:
-        end = begin + (1 if count is None else count)
-        values += (flat[begin] if count is None else [*flat[begin:end]],)
-        begin = end
-    return values
-
-
-def register_gradients(name: str, formula: Gradients, library: Any, kernel: Callable[..., Any]) -> Record:
-    """Register an operator's gradients with torch.
-
-    Returns a function `record(run, args)`, which makes a call that skips the dispatcher and records it for autograd.
+def repeat(known: Remembered, tensors: Sequence[Tensor], args: Sequence[Any], record: Record | None) -> Any:
+    """Repeat a remembered call with other tensors, and return the result. Autograd records it if it needs gradients.
 
     Args:
-        name: the operator's name, with the namespace.
+        known: the remembered call.
+        tensors: the tensors among the arguments.
+        args: the arguments.
+        record: the function that records a call of the operator for autograd; None for an operator without gradients.
+    """
+    if record is not None and known.gradients and torch.is_grad_enabled():
+        return record(partial(known.run, tensors), args, known.arguments)
+    flat, structure = known.run(tensors)
+    return structure.nest(flat)
+
+
+def register_gradients(operator: Any, formula: Gradients, library: Any) -> Record:
+    """Register an operator's gradients with torch.
+
+    Returns a function `record(run, args, arguments)`, which makes a call that skips the dispatcher and records it for
+    autograd. The parameters are as for `Recording`.
+
+    Args:
+        operator: the operator, an `Operator`.
         formula: the backward and set-up functions, as for `torch.library.register_autograd`. An argument that the call
             leaves at its default is not passed to them.
         library: the library of the namespace. The registration ends when the library is destroyed.
-        kernel: the operator's kernel on CPU and CUDA.
     """
-    namespace, _, short = name.partition("::")
-    overload = getattr(getattr(torch.ops, namespace), short).default
-    function: Any = type(short, (Recorded,), {})  # the class's name is the name of autograd's nodes
-    # `Function.apply` also looks for functorch's transforms, which `needs_no_dispatcher` has excluded, and takes 3 us.
+    overload, name = operator.packet.default, operator.short_name
+    function: Any = type(name, (Recorded,), {})  # the class's name is the name of autograd's nodes
+    # `Function.apply` also looks for functorch's transforms, which callers exclude, and takes 3 us.
     apply = super(torch.autograd.Function, function).apply
 
-    def record(run: Callable[[], Any], args: Sequence[Any]) -> Any:
-        call = Recording(formula, run, args)
+    def record(run: Run, args: Sequence[Any], arguments: Structure | None = None) -> Any:
+        call = Recording(formula, run, args, arguments)
         flat = apply(call, *call.flat)
-        if call.results is None:
-            return flat
-        results = nested(flat, call.results)
-        return tuple(results) if call.several else results[0]
+        return flat if call.structure.counts is None else call.structure.nest(flat)
 
     def dispatched(keys: Any, *args: Any, **options: Any) -> Any:
+        known, tensors = operator.recalled(args, options)
+        if known is not None and not _modes() and forward_ad._current_level < 0:
+            return repeat(known, tensors, args, record)
         if forward_ad._current_level >= 0 or (_transforms() is not None and wants_gradients(args)):
             refuse_transforms()
-        tensors = [x for arg in args for x in (arg if isinstance(arg, list) else (arg,)) if isinstance(x, Tensor)]
-        at_once = needs_autograd_only(tensors) and tensors[0].device.type in MACHINES
+        at_once = needs_autograd_only(tensors_of(args))
 
         def run() -> Any:
+            if at_once:
+                return operator.kernel(*args, **options)
             with torch._C._AutoDispatchBelowAutograd():
-                if at_once:
-                    return kernel(*args, **options)
                 return overload.redispatch(keys & _after_autograd, *args, **options)
 
-        return record(run, args) if wants_gradients(args) else run()
+        return record(lambda: flattened_result(run()), args) if wants_gradients(args) else run()
 
-    library.impl(short, dispatched, "Autograd", with_keyset=True)
+    library.impl(name, dispatched, "Autograd", with_keyset=True)
     return record
+
+
+def tensors_of(args: Iterable[Any]) -> list[Tensor]:
+    """Return the tensors among arguments, some of which are lists."""
+    return [x for arg in args for x in (arg if isinstance(arg, list) else (arg,)) if isinstance(x, Tensor)]
 
 
 def refuse_transforms() -> NoReturn:
@@ -198,7 +183,7 @@ def grad_dtype(b: Tensor) -> str:
     `local_weight` in `hostir.torch.modules` stores the dtype in the attribute `dtype_of_gradient`.
     """
     dtype = (b.grad_dtype or b.dtype) if b.is_leaf else getattr(b, "dtype_of_gradient", b.dtype)
-    return str(dtype).removeprefix("torch.") if b.requires_grad else ""
+    return NAMES[dtype] if b.requires_grad else ""
 
 
 def weight_gradient(x: Tensor, dy: Tensor, axis: int, dtype_name: str, linear: bool) -> Tensor:
@@ -217,11 +202,14 @@ def weight_gradient(x: Tensor, dy: Tensor, axis: int, dtype_name: str, linear: b
     if torch.is_autocast_enabled(x.device.type):  # autocast would round the product
         with torch.autocast(x.device.type, enabled=False):
             return weight_gradient(x, dy, axis, dtype_name, linear)
-    x, dy = ((t.movedim(axis, 0) if 0 < axis < t.ndim - 1 else t).flatten(0, -2) for t in (x, dy))
+    if 0 < axis < x.ndim - 1:
+        x, dy = x.movedim(axis, 0), dy.movedim(axis, 0)
+    if x.ndim > 2:
+        x, dy = x.flatten(0, -2), dy.flatten(0, -2)
     left, right = (dy.t(), x) if linear else (x.t(), dy)
-    dtype = getattr(torch, dtype_name)
-    if dtype == x.dtype:
+    if dtype_name == NAMES[x.dtype]:
         return left @ right
+    dtype = getattr(torch, dtype_name)
     if x.is_cuda and dtype == torch.float32 and x.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(left, right, out_dtype=dtype)
     return left.to(dtype) @ right.to(dtype)

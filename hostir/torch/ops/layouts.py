@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hostir.ir.source import error, user_span
+from hostir.torch.ops.running import THREAD
 
 
 def collapsed(x: Tensor, axis: int, last: int = 1, joined: bool = False) -> tuple[Tensor, int]:
@@ -74,7 +75,10 @@ def unaliased(result: Tensor, operand: Tensor, ranks: int) -> Tensor:
     """
     if ranks > 1 or result.untyped_storage().data_ptr() != operand.untyped_storage().data_ptr():
         return result
-    return result.clone(memory_format=torch.contiguous_format)
+    copy = result.clone(memory_format=torch.contiguous_format)
+    if THREAD.executed is not None:
+        THREAD.executed.note_copy(result, copy)
+    return copy
 
 
 def empty_rows(x: Tensor, shape: Sequence[int], axis: int, dtype: torch.dtype | None = None) -> Tensor:

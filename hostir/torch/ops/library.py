@@ -11,10 +11,17 @@ from torch import Tensor
 from torch.distributed.tensor.debug._comm_mode import NATIVE_TO_PY_MAPPING
 
 from hostir.ir.source import error, user_span
-from hostir.torch.ops.gradients import Gradients, Record, needs_no_dispatcher, register_gradients, wants_gradients
-from hostir.torch.ops.remembered import Executed, Remembered, key_of
+from hostir.torch.ops.gradients import (
+    Gradients,
+    Record,
+    needs_autograd_only,
+    register_gradients,
+    repeat,
+    tensors_of,
+    wants_gradients,
+)
+from hostir.torch.ops.remembered import Executed, Remembered, flattened_result, key_of
 from hostir.torch.ops.running import (
-    MACHINES,
     SETTINGS,
     THREAD,
     Unfit,
@@ -22,6 +29,8 @@ from hostir.torch.ops.running import (
     leave_to_torch,
 )
 
+_modes, _functions = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+_profiled = torch._C._autograd._profiler_enabled
 LIBRARY = torch.library.Library("hostir", "DEF")
 OPERATORS: list[Operator] = []  # all operators of `torch.ops.hostir`
 GATHERED, SCATTERED, SUMMED = "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"
@@ -49,26 +58,39 @@ class Operator:
         """Compute a call on CPU or CUDA. If hostir cannot run it, return what `refuse` returns."""
         if THREAD.executed is not None:  # the operator that makes this call does more than this call
             THREAD.executed.others = True
-        if not self.remembers or self.group_index is None or THREAD.tracing:
+        if THREAD.tracing:
             return self.computed(args, options)
-        key, tensors = key_of((self.name, SETTINGS.strategy), args, options)
-        if key is None:
-            return self.computed(args, options)
+        key, tensors = (None, []) if self.group_index is None else key_of((self.name, SETTINGS.strategy), args, options)
+        if key is None or self.group_index is None:
+            with torch._C._AutoDispatchBelowAutograd():
+                return self.computed(args, options)
         group = group_named(args[self.group_index])
-        known = group.remembered.get(key)
-        if known is not None and known.fits(*tensors):
-            return known.run(self.name, group.name, tensors)
+        known = group.recalled(key, tensors)
+        if known is not None:
+            return repeat(known, tensors, args, None)
         before, THREAD.executed = THREAD.executed, (executed := Executed())
         try:
-            result = self.computed(args, options)
+            with torch._C._AutoDispatchBelowAutograd():
+                result = self.computed(args, options)
         finally:
             THREAD.executed = before
-        group.remember(key, Remembered.of(executed, tensors, result))
+        group.remember(key, Remembered.of(self.name, group.name, executed, tensors, args, result))
         return result
+
+    def recalled(self, args: Sequence[Any], options: dict[str, Any]) -> tuple[Remembered | None, list[Tensor]]:
+        """Return the remembered call that a call with these arguments repeats, or None; and the tensors among them."""
+        if THREAD.tracing or self.group_index is None:
+            return None, []
+        if THREAD.executed is not None:
+            THREAD.executed.others = True
+        key, tensors = key_of((self.name, SETTINGS.strategy), args, options)
+        return None if key is None else group_named(args[self.group_index]).recalled(key, tensors), tensors
 
     @cached_property
     def group_index(self) -> int | None:
-        """The position of the argument `group_name`; None if the operator has no such argument."""
+        """The position of the argument `group_name`; None if there is none, or if calls are not remembered."""
+        if not self.remembers:
+            return None
         names = [argument.name for argument in self.packet.default._schema.arguments if not argument.kwarg_only]
         return names.index("group_name") if "group_name" in names else None
 
@@ -92,24 +114,26 @@ class Operator:
         finally:
             THREAD.tracing = before
 
-    def call(self, tensors: Sequence[Tensor], *args: Any, **options: Any) -> Any:
-        """Call the operator. `tensors` are all tensors among the arguments.
+    def call(self, *args: Any, **options: Any) -> Any:
+        """Call the operator.
 
         The call skips torch's dispatcher, which takes 10 us. It goes through the dispatcher if a tracer, a mode, a
         profiler or a tensor subclass needs that.
         """
-        if not needs_no_dispatcher(tensors):
+        if torch.compiler.is_dynamo_compiling() or _modes() or _functions() or _profiled():
             return self.packet(*args, **options)
-
-        def run() -> Any:
-            with torch._C._AutoDispatchBelowAutograd():
-                return self.kernel(*args, **options)
-
-        return self.record(run, args) if self.record is not None and wants_gradients(tensors) else run()
+        known, tensors = self.recalled(args, options)
+        if known is not None:
+            return repeat(known, tensors, args, self.record)
+        if not needs_autograd_only(tensors_of((*args, *options.values()))):
+            return self.packet(*args, **options)
+        if self.record is not None and wants_gradients(args):
+            return self.record(lambda: flattened_result(self.kernel(*args, **options)), args)
+        return self.kernel(*args, **options)
 
     def differentiate(self, backward: Callable[..., Any], setup: Callable[..., Any]) -> None:
         """Register gradients. `backward` and `setup` are as for `torch.library.register_autograd`."""
-        self.record = register_gradients(self.name, (backward, setup), LIBRARY, self.kernel)
+        self.record = register_gradients(self, (backward, setup), LIBRARY)
 
 
 def define(
@@ -168,16 +192,6 @@ class TakenOver(Operator):
         assert self.group_index is not None
         return leave_to_torch(self.name, args[self.group_index], why, lambda: torchs(*args, **options))
 
-    def call(self, tensors: Sequence[Tensor], *args: Any, **options: Any) -> Any:
-        """Call the operator.
-
-        If `needs_no_dispatcher` allows it, the call skips the dispatcher. Autograd does not record such a call.
-        """
-        if tensors[0].device.type not in MACHINES or not needs_no_dispatcher(tensors):
-            return self.packet(*args, **options)
-        with torch._C._AutoDispatchBelowAutograd():
-            return self.kernel(*args, **options)
-
     def differentiate(self, backward: Callable[..., Any], setup: Callable[..., Any]) -> None:
         self.formula = backward, setup
 
@@ -186,7 +200,7 @@ class TakenOver(Operator):
         for key in ("CPU", "CUDA"):
             library.impl(self.short_name, self.kernel, key, allow_override=True)
         if self.formula is not None:
-            register_gradients(self.name, self.formula, library, self.kernel)
+            register_gradients(self, self.formula, library)
 
 
 def takes_over(

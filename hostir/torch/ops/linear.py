@@ -57,7 +57,7 @@ def _gated_backward(ctx: Any, dy: Tensor | None, d_full: Tensor | None) -> tuple
     d_g = torch.ops.aten.silu_backward(dy * u, g)
     if wants_a:
         operands = side_by_side([d_g, d_u], [gate, up], linear=True)
-        part = matmul_reduce_scatter.call(operands, *operands, "sum", ctx.axis, ctx.group)
+        part = matmul_reduce_scatter.call(*operands, "sum", ctx.axis, ctx.group)
         d_a = part if d_a is None else d_a + part
     products = zip((d_g, d_u), ctx.dtypes, wanted, strict=True)
     d_ws = [weight_gradient(x, d, ctx.axis, dtype, True) if wants else None for d, dtype, wants in products]
@@ -109,10 +109,10 @@ def _replicated_backward(ctx: Any, d_products: list[Tensor | None]) -> tuple[Any
         d_weights = weight_gradients(x, dys, 0, dtypes, True)
     elif any(dtypes):
         rights = [weights[i] for i in used]
-        d_x, d_weights = replicated_linear_backward.call([x, *dys, *rights], x, dys, rights, ctx.group, dtypes)
+        d_x, d_weights = replicated_linear_backward.call(x, dys, rights, ctx.group, dtypes)
     elif used:
         operands = side_by_side(dys, [weights[i] for i in used], linear=True)
-        d_x = matmul_all_reduce.call(operands, *operands, ctx.group)
+        d_x = matmul_all_reduce.call(*operands, ctx.group)
     for i in used:
         d_ws[i] = d_weights.pop(0) if ctx.dtypes[i] else None
     return d_x[0] if d_x is not None and ctx.single else d_x, d_ws, None

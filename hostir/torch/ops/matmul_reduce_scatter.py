@@ -176,11 +176,11 @@ def differentiate(scatter: Operator, gathered_products: Callable[..., gather.Pro
 
 
 def _gathered(dy: Tensor, weights: list[Tensor], axis: int, group: str, return_a: bool) -> gather.Products:
-    return gather.all_gather_matmul.call([dy, *weights], dy, weights, axis, group, return_a)
+    return gather.all_gather_matmul.call(dy, weights, axis, group, return_a)
 
 
 def _fused_gathered(dy: Tensor, weights: list[Tensor], axis: int, group: str, return_a: bool) -> gather.Products:
-    return gather.fused_all_gather_matmul.call([dy, *weights], dy, weights, axis, group, return_A=return_a)
+    return gather.fused_all_gather_matmul.call(dy, weights, axis, group, return_A=return_a)
 
 
 # All-gather + matmul computes the input gradient of matmul + reduce-scatter, and the other way round.

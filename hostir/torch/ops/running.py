@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import _resolve_process_group
 
 from hostir.call.executor import Executor
 from hostir.call.started import Started
@@ -25,7 +26,7 @@ from hostir.torch.ops.remembered import Executed, Remembered
 from hostir.torch.reporting import LEDGER
 
 DTYPES = {torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
-MAX_REMEMBERED = 256  # calls that a group remembers
+MAX_REMEMBERED, MAX_VARIANTS = 256, 8  # the keys that a group remembers, and the calls with one key
 MACHINES = {"cpu": "gloo", "cuda": "cuda"}  # by the type of a device
 
 
@@ -111,15 +112,23 @@ class OperatorGroup:
         size: the number of ranks.
         compiled: the executors, by the arguments of `program`. If a fusion cannot be compiled, the reason takes the
             place of the executor.
-        remembered: calls that later calls with the same layouts repeat. The keys are results of `key_of`.
+        remembered: calls that later calls with the same layouts repeat. The keys are results of `key_of`. Calls with
+            one key differ in strides, dtypes or modes of torch.
     """
 
     def __init__(self, name: str, process_group: Any) -> None:
         self.name, self.process_group = name, process_group
         self.size: int = process_group.size()
         self.compiled: dict[tuple[Any, ...], Executor | str] = {}
-        self.remembered: dict[tuple[Any, ...], Remembered] = {}
+        self.remembered: dict[tuple[Any, ...], tuple[Remembered, ...]] = {}
         self._locks: dict[tuple[Any, ...], threading.RLock] = {}  # held while the executor of a key is compiled
+
+    def recalled(self, key: tuple[Any, ...], tensors: Sequence[Tensor]) -> Remembered | None:
+        """Return a call with this key that later calls with these tensors repeat, or None."""
+        for call in self.remembered.get(key, ()):
+            if call.fits(*tensors):
+                return call
+        return None
 
     def remember(self, key: tuple[Any, ...], call: Remembered | None) -> None:
         """Keep `call` for later calls with the same key. If `call` is None, do nothing."""
@@ -127,7 +136,7 @@ class OperatorGroup:
             return
         if len(self.remembered) >= MAX_REMEMBERED:
             self.remembered.clear()
-        self.remembered[key] = call
+        self.remembered[key] = (call, *self.remembered.get(key, ()))[:MAX_VARIANTS]
 
     def program(
         self, build: Callable[..., Program], *key: Any, strategy: str, device: torch.device, calls: str = "eager"
@@ -187,15 +196,19 @@ def warn_fallback(group: str, choice: Choice | Ranges) -> None:
     warn_once(("operators", reasons, *notes), f"{runs}: {'; '.join(clauses)}.", hint, first=True)
 
 
+_resolve: Callable[[Any], Any] = _resolve_process_group
 _groups: dict[str, OperatorGroup] = {}
 _adding = threading.Lock()  # held while a group is added
 
 
 def group_named(name: str) -> OperatorGroup:
     """Return the `OperatorGroup` of the process group `name`. Raises HostIRError if torch has no such group."""
-    known = _groups.get(name)
-    if known is not None and known.process_group is registered(name):  # torch reuses the names of destroyed groups
-        return known
+    try:
+        latest = _groups[name]
+        if latest.process_group is _resolve(name):  # torch reuses the names of destroyed groups
+            return latest
+    except (KeyError, RuntimeError, ValueError):  # a new group, or a destroyed one
+        pass
     with _adding:
         known = _groups.get(name)
         if known is None or known.process_group is not registered(name):
