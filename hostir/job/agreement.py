@@ -156,6 +156,7 @@ class Agreement:
         self.agreed: set[Hashable] = set()
         self.made = 0
         self.failed = 0, 0
+        self.latest: tuple[Any, Call] = None, self.call  # the latest result of `of`, and what it was made from
 
     def restart(self) -> None:
         """Forget all agreements, so that the ranks meet again for each kind of sizes. All ranks call this."""
@@ -231,10 +232,13 @@ class Agreement:
 
     def of(self, sizes: Mapping[str, int], places: bool = False) -> Call:
         """Return the data of a call of the executor with these sizes, made by the current thread."""
-        bound, calls = tuple(sorted(sizes.items())), self.calls
-        thread = calls.name if self.compare else ""
-        call = replace(self.call, sizes=bound, places=places, thread=thread)
-        return replace(call, operator=calls.operator, backward=in_backward())
+        calls = self.calls
+        thread, operator, backward = calls.name if self.compare else "", calls.operator, in_backward()
+        data = self.call, sizes, places, thread, operator, backward
+        if data != self.latest[0]:
+            bound, call = tuple(sorted(sizes.items())), replace(self.call, thread=thread, operator=operator)
+            self.latest = data, replace(call, sizes=bound, places=places, backward=backward)
+        return self.latest[1]
 
     def _announce(self, refusal: HostIRError) -> None:
         if self.session is not None:
