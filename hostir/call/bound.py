@@ -46,8 +46,9 @@ class BoundCall:
 
     Args:
         plan: the plan.
-        tensors: the inputs of the first such call, and its tensors of `out=`.
-        where: the addresses of `tensors` if later calls must use the same addresses; None if they may use any
+        inputs: the inputs of the first such call.
+        outs: its tensors of `out=`; None for a call without `out=`.
+        where: the addresses of all these tensors if later calls must use the same addresses; None if they may use any
             addresses.
         digest: the digest of the program's text; empty for a rank without a session.
 
@@ -60,17 +61,26 @@ class BoundCall:
         without_gradients: True if a tensor requires gradients. Later calls must then be under `torch.no_grad()`.
     """
 
-    def __init__(self, plan: Plan, tensors: Sequence[Part], where: list[int] | None, digest: str) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        inputs: Sequence[Part],
+        outs: Sequence[Part] | None,
+        where: list[int] | None,
+        digest: str,
+    ) -> None:
         self.plan = plan
+        self.inputs = None if outs is None else len(inputs)  # None without `out=`: the guards count the inputs
         self.where = where
         self.graph: torch.cuda.CUDAGraph | None = None
         self.allocations: Allocations | None = None
         self.eager = self.captures = 0
         self.checksum = crc32(f"{digest} {sorted(plan.unrolled.sizes.items())}".encode())
-        self.guard(tensors)
+        self.guard(inputs, outs)
 
-    def guard(self, tensors: Sequence[Part]) -> None:
-        """Make `fits` accept later calls with tensors like `tensors`, as long as torch's modes are the same as now."""
+    def guard(self, inputs: Sequence[Part], outs: Sequence[Part] | None) -> None:
+        """Make `fits` accept later calls with tensors like these, as long as torch's modes are the same as now."""
+        tensors = inputs if outs is None else (*inputs, *outs)
         self.without_gradients = any(isinstance(x, torch.Tensor) and x.requires_grad for x in tensors)
         # The guards of torch.compile compare types, layouts, dtypes, devices and modes in C++.
         all_tensors = all(isinstance(x, torch.Tensor) for x in tensors)
@@ -78,11 +88,14 @@ class BoundCall:
             TensorGuards(*tensors, dynamic_dims_sizes=[], dynamic_dims_strides=[]).check if all_tensors else _never
         )
 
-    def fits(self, tensors: Sequence[Any]) -> bool:
+    def fits(self, inputs: Sequence[Any], outs: Sequence[Any] | None) -> bool:
         """Return True if a call with these arguments can run this plan without further checks.
 
         Arguments may be of any type.
         """
+        if self.inputs != (None if outs is None else len(inputs)):
+            return False
+        tensors = inputs if outs is None else (*inputs, *outs)
         try:
             for x in tensors:
                 if x.is_nested:  # the guards would crash

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
 
 LOG = logger(__name__)
 DEVICES = {"gloo": "cpu", "cuda": "cuda"}
+RECENT = 4  # bound calls that are tried before the tensors of a call are looked up
 
 
 class RankExecutor(Executor):
@@ -185,8 +187,10 @@ class RankExecutor(Executor):
             self._resume()
         outs = None if out is None else tuple(out) if isinstance(out, list | tuple) else (out,)
         call = self.latest
-        if call is None or not call.fits(inputs if outs is None else (*inputs, *outs)):
-            call = self._bind(inputs, out)
+        if call is not None and not call.fits(inputs, outs):
+            call = self._recalled(inputs, outs)
+        if call is None:
+            call = self._bind(inputs, outs, out)
         elif self._compare:
             self._agreement.begin(call.plan.unrolled.sizes, planned=True)
         try:  # no input requires gradients here if they are enabled, so torch records nothing
@@ -468,31 +472,44 @@ class RankExecutor(Executor):
         (span, first), *others = busy
         return error(f"rank {self.rank}, {first}; {late}", span, hint=hint, notes=tuple(others))
 
-    def _bind(self, inputs: tuple[Any, ...], out: Any) -> BoundCall:
+    def _recalled(self, inputs: tuple[Any, ...], outs: tuple[Any, ...] | None) -> BoundCall | None:
+        """Return one of the latest bound calls that fits these tensors, or None."""
+        for name, call in [*islice(reversed(self.bound.items()), RECENT)]:
+            if call is not self.latest and call.fits(inputs, outs):
+                return self._use(name, call)
+        return None
+
+    def _bind(self, inputs: tuple[Any, ...], outs: tuple[Any, ...] | None, out: Any) -> BoundCall:
         """Begin a call with these tensors on this rank, and return its bound call.
 
-        If there is no bound call yet, make it.
+        If there is no bound call yet, make it. `outs` is the argument `out` of the call as a tuple.
         """
-        outs = () if out is None else tuple(out) if isinstance(out, list | tuple) else (out,)
-        tensors, tensors_key, outs_key = (*inputs, *outs), cache_key(inputs), cache_key(outs)
-        where = addresses(tensors) if out is not None or self._written else None
+        written = () if outs is None else outs
+        tensors_key, outs_key = cache_key(inputs), cache_key(written)
+        where = addresses((*inputs, *written)) if outs is not None or self._written else None
         unsupported = tensors_key is None or outs_key is None
-        name = None if unsupported else (tensors_key, out is None, outs_key, *(where or ()))
-        call = None if name is None or unwritable(outs) else self.bound.pop(name, None)
-        if call is None or tensors_key is None:
+        gradients = tuple([isinstance(x, torch.Tensor) and x.requires_grad for x in inputs])
+        name = None if unsupported else (tensors_key, gradients, outs is None, outs_key, *(where or ()))
+        call = None if name is None or unwritable(written) else self.bound.get(name)
+        if call is None:
             plan = self._choose(tensors_key, inputs, out)
-            call = BoundCall(plan, tensors, where, self._agreement.call.digest)
+            call = BoundCall(plan, inputs, outs, where, self._agreement.call.digest)
         else:
             self._refuse_elsewhere()
-            if not call.fits(tensors):  # it was bound in other modes, as when torch.compile made its first call
-                call.guard(tensors)
+            if not call.fits(inputs, outs):  # it was bound in other modes, as when torch.compile made its first call
+                call.guard(inputs, outs)
             self._agreement.begin(call.plan.unrolled.sizes, planned=True)
-            self.plans.pop(tensors_key, None)
-            self.plans[tensors_key] = call.plan
-        if out is not None and self._graphs is not None and self._order is None:
+        if outs is not None and self._graphs is not None and self._order is None:
             self._order = CallOrder(self._machine.device)  # graphs share their workspaces
+        return self._use(name, call)
+
+    def _use(self, name: tuple[Any, ...] | None, call: BoundCall) -> BoundCall:
+        """Make `call` the latest bound call, and return it. If `name` is None, the call and its plan are not kept."""
         if name is not None:
             self.bound[name] = call
+            self.bound.move_to_end(name)
+            self.plans.pop(name[0], None)
+            self.plans[name[0]] = call.plan
         if len(self.bound) > MAX_BOUND:
             self.bound.popitem(last=False)
         if call.plan.memory is not None:

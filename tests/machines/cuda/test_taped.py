@@ -220,7 +220,7 @@ def test_a_warm_call_takes_few_calls_of_functions(
     with _pop_mode_temporarily():  # native code needs only the addresses of tensors: these are on the CPU
         at.append("cpu")
         inputs = [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in layouts]
-        executor.latest = BoundCall(plan, inputs, None, "")
+        executor.latest = BoundCall(plan, inputs, None, None, "")
         executor(*inputs)
         driver.take()
         calls = calls_of(lambda: executor(*inputs)) - 1 - allocations  # without the functions of this test
