@@ -8,6 +8,7 @@ matmul of DTensors one after the other, as torch's style does, and a `hi.Fallbac
 
 from __future__ import annotations
 
+import copy
 import weakref
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -24,10 +25,12 @@ from torch.distributed.tensor.placement_types import Placement
 
 from hostir.ir.source import described, error, user_span, warn_once
 from hostir.torch.functional import column_parallel_linear, gated_linear, name_of, row_parallel_linear
+from hostir.torch.ops.remembered import PLAIN
 from hostir.torch.ops.running import DTYPES, MACHINES, SETTINGS
 from hostir.torch.reporting import LEDGER
 
 LAST = Shard(-1)
+MAX_FITTING = 64  # the keys of inputs that a layer remembers
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,7 @@ class ShardedLinear(nn.Linear):
         layouts: the placements of input and output, and the mesh.
         input_axis: the axis on which an input is sharded if it is a plain tensor; None if plain inputs are unsharded.
         output_axis: the same for outputs. Both fields are integers or None, so torch.compile treats them as constants.
+        fitting: keys of inputs for which `unfit_call` has returned None: see `refusal`.
     """
 
     gathers: bool
@@ -144,6 +148,7 @@ class ShardedLinear(nn.Linear):
     layouts: Layouts
     input_axis: int | None
     output_axis: int | None
+    fitting: set[tuple[Any, ...]]
 
     def __init__(
         self,
@@ -180,7 +185,7 @@ class ShardedLinear(nn.Linear):
         Rank `source` shards its parameters, and sends each other rank the part for that rank. If `source` is None, each
         rank shards its parameters, and nothing is sent.
         """
-        self.layouts = layouts
+        self.layouts, self.fitting = layouts, set()
         self.input_axis, self.output_axis = (
             placement.dim if isinstance(placement, Shard) else None for placement in (layouts.input, layouts.output)
         )
@@ -208,6 +213,20 @@ class ShardedLinear(nn.Linear):
 
         `placement` is the input's placement.
         """
+
+    def refusal(self, x: Tensor) -> str | None:
+        """Return the result of `unfit_call`. For tensors like those of earlier calls, it is not worked out again."""
+        if torch.compiler.is_dynamo_compiling() or type(x) not in PLAIN:
+            return self.unfit_call(x)
+        key = x.shape, x.dtype, x.device, self.weight.dtype, torch.is_autocast_enabled(x.device.type)
+        if key in self.fitting:
+            return None
+        why = self.unfit_call(x)
+        if why is None:
+            if len(self.fitting) >= MAX_FITTING:
+                self.fitting.clear()
+            self.fitting.add(key)
+        return why
 
     def unfit_call(self, x: Tensor) -> str | None:
         """Return the reason why hostir cannot run a call with input `x`, or None if it can.
@@ -240,7 +259,8 @@ class ShardedLinear(nn.Linear):
         """Return this rank's parts of the weight and of the bias. The bias is None if the layer has none."""
         weight: Any = self.weight
         bias: Any = self.bias
-        if not isinstance(weight, DTensor) or weight.device_mesh != self.layouts.mesh:
+        mesh = self.layouts.mesh
+        if not isinstance(weight, DTensor) or (weight.device_mesh is not mesh and weight.device_mesh != mesh):
             raise error(
                 f"the weight of a {type(self).__name__} is not sharded over the ranks of its group alone",
                 user_span(),
@@ -258,20 +278,35 @@ class ShardedLinear(nn.Linear):
         return f"{super().extra_repr()}, {layouts.mesh.size()} ranks, {layouts.input} -> {layouts.output}{fp8}"
 
 
-class _WideGradient(torch.autograd.Function):
-    """Autograd function that returns this rank's part of a weight. The gradient has the weight's `grad_dtype`."""
+class _LocalPart(torch.autograd.Function):
+    """Autograd function that returns this rank's part of a sharded weight. The gradient has the weight's `grad_dtype`.
+
+    It does the same as `DTensor.to_local`. Its backward pass takes a fifth as many function calls.
+    """
 
     @staticmethod
-    def forward(ctx: Any, weight: DTensor) -> Tensor:
-        ctx.sharding = weight.device_mesh, weight.placements, weight.shape, weight.stride()
+    def forward(ctx: Any, weight: DTensor, grad_dtype: torch.dtype | None) -> Tensor:
+        ctx.set_materialize_grads(False)
         part = weight.to_local().detach()
-        part.grad_dtype = weight.grad_dtype  # otherwise autograd rounds the gradient to the dtype of the part
+        ctx.spec, ctx.layout = weight._spec, (part.shape, part.stride(), part.dtype)
+        if grad_dtype is not None:
+            part.grad_dtype = grad_dtype  # otherwise autograd rounds the gradient to the dtype of the part
         return part
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        mesh, placements, shape, stride = ctx.sharding
-        return DTensor.from_local(dy, mesh, placements, run_check=False, shape=shape, stride=stride)
+    def backward(ctx: Any, dy: Tensor | None) -> Any:
+        if dy is None:
+            return None, None
+        spec = ctx.spec
+        if torch.is_grad_enabled() or (dy.shape, dy.stride(), dy.dtype) != ctx.layout:
+            options: Any = {"shape": spec.shape, "stride": spec.stride}
+            return DTensor.from_local(dy, spec.mesh, spec.placements, run_check=False, **options), None
+        new: Any = DTensor
+        return new(dy, copy.copy(spec), requires_grad=False), None
+
+
+# `Function.apply` also looks for functorch's transforms. A call of a layer inside a transform is refused later.
+_local_part = super(torch.autograd.Function, _LocalPart).apply
 
 
 def local_weight(weight: DTensor) -> Tensor:
@@ -281,10 +316,13 @@ def local_weight(weight: DTensor) -> Tensor:
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not weight.requires_grad:
         return weight.to_local()
-    if not weight.is_leaf or weight.grad_dtype in (None, weight.dtype):
+    if not weight.is_leaf or type(weight.placements[0]) is not Shard:
         return weight.to_local()
-    part: Any = _WideGradient.apply(weight)
-    part.dtype_of_gradient = weight.grad_dtype
+    dtype = weight.grad_dtype
+    if dtype in (None, weight.dtype):
+        return _local_part(weight, None)
+    part: Any = _local_part(weight, dtype)
+    part.dtype_of_gradient = dtype
     return part
 
 
@@ -359,13 +397,13 @@ class ColumnParallelLinear(ShardedLinear):
 def columns(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> list[Tensor]:
     """Return the outputs of several layers for one input `x`. `x` is gathered once for all layers."""
     layouts = layers[0].layouts
-    if why := next(filter(None, [layer.unfit_call(x) for layer in layers]), None):
+    if why := next(filter(None, [layer.refusal(x) for layer in layers]), None):
         leave("ColumnParallelLinear", layouts.group, why)
         gathered = layouts.dtensor(x).redistribute(layouts.mesh, [Replicate()])
         return [layer.layouts.redistributed(F.linear(gathered, layer.weight, layer.bias)) for layer in layers]
     axis = layers[0].sharded_axis(x)
-    weights, biases = zip(*(layer.parts() for layer in layers), strict=True)
-    added = None if all(bias is None for bias in biases) else biases
+    weights, biases = zip(*[layer.parts() for layer in layers], strict=True)
+    added = biases if biases.count(None) < len(biases) else None
     outputs = column_parallel_linear(layouts.local(x), weights, layouts.group, added, gather_dim=axis, fp8=layouts.fp8)
     return [layer.layouts.returned(y) for layer, y in zip(layers, outputs, strict=True)]
 
@@ -430,7 +468,7 @@ class RowParallelLinear(ShardedLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         layouts = self.layouts
-        if why := self.unfit_call(input):
+        if why := self.refusal(input):
             leave("RowParallelLinear", layouts.group, why)
             columns = layouts.dtensor(input).redistribute(layouts.mesh, [LAST])
             return layouts.redistributed(F.linear(columns, self.weight, self.bias))
@@ -463,8 +501,10 @@ class SharedGather:
         """
         index = next(i for i, each in enumerate(self.layers) if each is layer)
         counts = not torch.compiler.is_compiling()
-        read = [x, *(p for each in self.layers for p in each.parameters())] if counts else []
-        versions = [(id(y), 0 if y.is_inference() else y._version) for y in read]  # inference tensors have no version
+        read: list[Any] = [x] if counts else []
+        for each in self.layers if counts else ():
+            read += each.parameters() if each._modules else each._parameters.values()  # the latter takes less time
+        versions = [(id(y), 0 if y is None or y.is_inference() else y._version) for y in read]  # they have no version
         state = (*versions, torch.is_grad_enabled(), torch.is_autocast_enabled(x.device.type))
         if self.input is not x or self.state != state or self.outputs[index] is None:
             self.input, self.state, self.outputs = x, state, [*columns(x, self.layers)]
@@ -607,7 +647,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up, layouts, axis = self.gate, self.up, self.gate.layouts, self.gate.sharded_axis(x)
-        if axis is None or layouts.fp8 or gate.unfit_call(x) or up.unfit_call(x):
+        if axis is None or layouts.fp8 or gate.refusal(x) or up.refusal(x):
             g, u = columns(x, [gate, up])
             return self.down(F.silu(g) * u)
         return self.down(gated_linear(layouts.local(x), gate.parts()[0], up.parts()[0], layouts.group, gather_dim=axis))

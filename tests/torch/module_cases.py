@@ -10,6 +10,7 @@ import itertools
 import shutil
 import tempfile
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 import hostir as hi
 import hostir.torch
 from examples.llama import Float8Linear
+from hostir.call.rank import RankExecutor
 from hostir.torch import (
     ColumnParallelLinear,
     ColwiseParallel,
@@ -34,6 +36,8 @@ from hostir.torch import (
     RowParallelLinear,
     RowwiseParallel,
 )
+from hostir.torch.modules import local_weight
+from tests.counting import calls_of
 from tests.torch.on_ranks import (
     DEVICE,
     RANK,
@@ -395,6 +399,44 @@ def gradients_of_modules_have_the_grad_dtype_of_their_weights() -> None:
         assert layer.weight.grad.placements == layer.weight.placements
         exact = 2 * dy.double().t() @ unsharded.double()
         torch.testing.assert_close(full(layer.weight.grad).double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@case
+def parts_of_weights_and_their_gradients_are_those_of_to_local() -> None:
+    for axis in (0, 1):
+        weight = distribute_tensor(replicated(4 * RANKS, 6 * RANKS), tp_mesh(), [Shard(axis)]).requires_grad_()
+        dense = torch.randn_like(weight.to_local().detach())
+        for dy in (dense, dense.t().contiguous().t(), dense[:1].expand_as(dense)):
+            grads = [torch.autograd.grad(local, weight, dy)[0] for local in (local_weight(weight), weight.to_local())]
+            assert torch.equal(grads[0].to_local(), dy)
+            for grad in grads:
+                assert type(grad) is DTensor
+                assert (grad.placements, grad.device_mesh) == (weight.placements, weight.device_mesh)
+                assert (grad.shape, grad.dtype) == (weight.shape, weight.dtype)
+            assert grads[0].stride() == grads[1].stride() or dy is not dense
+        local = local_weight(weight)
+        assert not local.is_leaf
+        (first,) = torch.autograd.grad((local**3).sum(), weight, create_graph=True)
+        (second,) = torch.autograd.grad(first.to_local().sum(), weight)
+        torch.testing.assert_close(second.to_local(), 6 * weight.to_local())
+        with torch.no_grad():
+            assert torch.equal(local_weight(weight), local)
+
+
+@case
+def warm_layers_take_few_calls_of_functions() -> None:
+    """A call of an executor counts as one. `to_local` and its backward pass would take 150 calls more."""
+    tp, call = tp_mesh(), RankExecutor.__call__.__code__
+    column, row = (cls(8 * RANKS, 8 * RANKS, tp, bias=False) for cls in (ColumnParallelLinear, RowParallelLinear))
+    for layer, x in ((column, replicated(4, 8 * RANKS)), (row, replicated(4 * RANKS, 8))):
+        x = leaf(x)
+        for _ in range(4):
+            y = layer(x)
+            torch.autograd.grad(y, (x, layer.weight), torch.ones_like(y), retain_graph=True)
+        dy = torch.ones_like(y)
+        assert calls_of(partial(layer, x), call) <= 90
+        backward = partial(torch.autograd.grad, y, (x, layer.weight), dy, retain_graph=True)
+        assert calls_of(backward, call) <= 135
 
 
 @case
