@@ -80,6 +80,7 @@ class Candidate:
         choice: the text of the candidate that `hi.compile` has chosen, if a plain call of its executor with `out=` runs
             in this mode; else empty.
         estimate: the candidate that `hi.compile` would choose by its estimate alone, if `choice` is not empty.
+        executor: the executor of hostir that it calls, if there is a single one.
     """
 
     name: str
@@ -88,9 +89,20 @@ class Candidate:
     call: Callable[[], torch.Tensor]
     choice: str = ""
     estimate: str = ""
+    executor: hi.Executor | None = None
 
     def __str__(self) -> str:
         return f"{self.name}, {self.mode}"
+
+    def memory(self, device: torch.device) -> int:
+        """Return the bytes that a call takes beside its operands, with its symmetric buffers."""
+        synchronize(device)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        self.call()
+        synchronize(device)
+        symmetric = self.executor.symmetric_bytes if self.executor is not None else None
+        return torch.cuda.max_memory_allocated() - before + (symmetric or 0)
 
 
 @dataclass(frozen=True)
@@ -272,7 +284,7 @@ def lowered(subject: Subject, program: hi.Program, variant: Variant, mode: str, 
     inputs, out = subject.inputs(variant.slices), subject.out(variant.slices)
     if mode == EAGER and not replayed_by_caller(executor):
         executor.watchdog = None  # so that a candidate that raises is left out instead of ending the job
-        return Candidate(name, mode, True, lambda: executor(*inputs)[0])
+        return Candidate(name, mode, True, lambda: executor(*inputs)[0], executor=executor)
     return with_out(name, executor, inputs, out, mode)
 
 
@@ -336,7 +348,7 @@ def with_out(
         return executor(*inputs, out=out)[0]
 
     if mode == EAGER:
-        return Candidate(name, mode, True, call)
+        return Candidate(name, mode, True, call, executor=executor)
     if replayed_by_caller(executor):
         return Candidate(name, mode, True, replayed(call))
     candidate = warmed(lambda: Candidate(name, mode, True, call), out.device)
@@ -372,6 +384,10 @@ class Judge:
         """Return a candidate's result as rows in the order of `unfused`."""
         return c.reshape(self.unfused.shape)
 
+    def lengths(self) -> torch.Tensor:
+        """Return the length of each row of `unfused`. The difference of a row is relative to it."""
+        return self.unfused.float().norm(dim=1)
+
     def spoil(self, c: torch.Tensor) -> None:
         """Overwrite a candidate's result with NaN."""
         c.fill_(float("nan"))
@@ -394,7 +410,7 @@ class Judge:
         error = self.error_of(c)
         if not error <= self.bound:
             raise WrongResultError(f"error {error:.2e}, and torch's is {self.error:.2e}")
-        distances = (c - self.unfused).float().norm(dim=1) / self.unfused.float().norm(dim=1)
+        distances = (c - self.unfused).float().norm(dim=1) / self.lengths()
         if count := int((~(distances <= ROW_MARGIN * self.bound)).sum()):
             worst = f"row {int(distances.argmax())} by {float(distances.max()):.1e}"
             raise WrongResultError(f"{count} rows differ from torch's, {worst}")
@@ -487,6 +503,8 @@ class Bench:
         for c, error in self.worst(row, errors).items():
             entry = times.setdefault(c.name, {"ours": c.ours, "error": error})
             entry |= {c.mode: raced[c.name, c.mode], f"host_{c.mode}_us": host[c.name, c.mode]}
+            if c.mode == EAGER and self.job.device.type == "cuda":
+                entry["MiB"] = round(c.memory(self.job.device) / 2**20, 1)
             entry["error"] = max(entry["error"], error)
         fastest = {
             part: [raced[part, mode] for mode in self.modes if (part, mode) in parts] for part in subject.parts()

@@ -199,6 +199,7 @@ PARTS = (
     comparison("all_reduce", 75, "matmul_all_reduce", "all_reduce", rows=MODELS),
     Part("overhead", 50, overhead, table=True),
     comparison("mlp", 45, "mlp", "mlp", rows=MODELS),
+    comparison("moe", 90, "moe", "moe"),
     comparison("torch_operators", 120, "torch_operators", "torch_operators"),
     comparison("scaled", 60, "scaled_matmul", "scaled_gather", options=["--side", "gather"], rows="70B"),
     comparison(

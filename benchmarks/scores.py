@@ -70,6 +70,17 @@ SCALED_MUST = {
     "scatter": dict(zip(LARGE, (0.75, 0.80, 0.82, 0.83), strict=True)),
 }
 OF_AXIS_0 = 1.05  # the largest time on another axis, as a multiple of the time on axis 0
+# N (hidden features of an expert on a rank) and K (features) of mixtures of experts with tensor parallelism 8. Qwen3's
+# experts are too narrow to be split: a rank has all their hidden features.
+MIXTURES = {"Mixtral": (1792, 4096), "Qwen3": (768, 2048), "DeepSeek": (256, 7168)}
+# What is measured of a mixture, with the score to reach and the goal, as multiples of the best peer's score.
+MOE_FACTORS = {
+    "gather": (1.10, 1.35),
+    "scatter": (1.10, 1.35),
+    "layer": (1.15, 1.40),
+    "trained": (1.05, 1.25),
+    "alone": (0.95, 1.05),
+}
 FEW = (1, 16, 64, 128, 512)  # numbers of rows
 DECODED = (1, 16, 64)
 # Shapes (K and N of a rank) that no kernel was tuned for.
@@ -212,6 +223,12 @@ def _mlp_target(row: Result) -> Target:
     return _peer_target(row, (by_hand, 1.20, 1.35), (fused, 1.03, 1.15))
 
 
+def _moe_target(row: Result) -> Target:
+    _, part, *_ = row["model"].split("-", 1)
+    must, goal = MOE_FACTORS[part.removesuffix("-skewed")]
+    return _peer_target(row, (fastest(row["times"], ours=False, modes=modes_of(row)), must, goal))
+
+
 def _reshard_target(row: Result) -> Target:
     if row["model"] == "all_reduce":
         return OF_BEST_PEER, GOAL_OF_BEST_PEER
@@ -261,6 +278,12 @@ SCALED = {
     )
     for emulated in ("", "_emulated")
 }
+MOE = {  # N and K of a rank, by mixture, part and routing
+    f"{mixture}-{part}{routing}": widths
+    for routing in ("", "-skewed")
+    for part in MOE_FACTORS
+    for mixture, widths in MIXTURES.items()
+}
 BESIDE = {f"K={k} N={n}": (n, k) for k, n in ((3696, 8192), (2304, 7168), (4608, 4608), (768, 6144))}
 BENCHMARKS = {
     "allgather": Benchmark("All-gather + matmul", "all-gather", "M,N/rank,K", MODELS, SIZES, _gathered_target),
@@ -303,6 +326,9 @@ BENCHMARKS = {
         {model: MODELS[model] for model in FIRST},
         dict.fromkeys(FIRST, LARGE),
         _mlp_target,
+    ),
+    "moe": Benchmark(
+        "Mixtures of experts", "collectives", "M,H/rank,K", MOE, dict.fromkeys(MOE, (2048, 8192)), _moe_target
     ),
     "reshard": Benchmark(
         "Collectives alone",
@@ -501,6 +527,10 @@ def shape(row: Result) -> str:
 
 
 COLUMNS_OF_CANDIDATES = ["row", "candidate", EAGER, GRAPH, "score", "TFLOP/s", "host eager", "host graph", "hidden"]
+MORE_COLUMNS = {  # columns of results that have such figures, with digits and explanations
+    "error": (3, "*error* is relative to float64, as a multiple of the error of NCCL + cuBLAS."),
+    "MiB": (0, "*MiB* is the memory that an eager call takes beside its operands, with symmetric buffers."),
+}
 
 
 def line(row: Result) -> str:
@@ -533,11 +563,11 @@ def report(results: Iterable[Result]) -> str:
         "Microseconds; the host's are of one call, TFLOP/s of one GPU. *hidden* is the share of the shorter part, GEMM "
         f"or {collective}, that runs behind the other: (GEMM + {collective} - time) / shorter; the better mode's.",
     ]
-    lines = [candidate for row in ordered for candidate in _candidates(row)]
-    errors = any(len(candidate) > len(COLUMNS_OF_CANDIDATES) for candidate in lines)
-    if errors:
-        parts[2] += " *error* is relative to float64, as a multiple of the error of NCCL + cuBLAS."
-    parts.append(table([*COLUMNS_OF_CANDIDATES, *(["error"] if errors else [])], lines))
+    measured = {key for row in ordered for t in row["times"].values() for key in t}
+    more = {key: digits for key, (digits, _) in MORE_COLUMNS.items() if key in measured}
+    parts[2] += "".join(f" {text}" for key, (_, text) in MORE_COLUMNS.items() if key in more)
+    lines = [candidate for row in ordered for candidate in _candidates(row, more)]
+    parts.append(table([*COLUMNS_OF_CANDIDATES, *more], lines))
     if matmuls := [[*_matmul(row)] for row in ordered if row.get("triton_us")]:
         parts += ["## The matmul alone", table(["row", "cuBLAS us", "Triton us", "Triton/cuBLAS"], matmuls)]
     failed = [f"- {row['model']} M={row['M']}: {name}: {why}" for row in ordered for name, why in row["failed"].items()]
@@ -547,12 +577,16 @@ def report(results: Iterable[Result]) -> str:
 
 
 def _scores(ordered: list[Result]) -> str:
-    lines = [cells(row) for row in ordered]
+    """Return the tables of scores. Rows for which `hi.compile` did not run have other columns, and a separate table."""
     headers = {"our score": "its score", "candidate's score": "its score"}  # the column before names the candidate
-    return table([headers.get(name, name) for name in lines[0]], [list(line.values()) for line in lines])
+    tables: dict[tuple[str, ...], list[list[str]]] = {}
+    for line in map(cells, ordered):
+        tables.setdefault(tuple(line), []).append([*line.values()])
+    return "\n\n".join(table([headers.get(name, name) for name in names], lines) for names, lines in tables.items())
 
 
-def _candidates(row: Result) -> Iterator[list[str]]:
+def _candidates(row: Result, more: Mapping[str, int]) -> Iterator[list[str]]:
+    """Yield the line of each candidate. `more` has the further columns, with their digits."""
     for name, t in row["times"].items():
         times = [t[m] for m in MODES if m in t]
         hidden = max((t[f"hidden_{m}"] for m in MODES if f"hidden_{m}" in t), default=None)
@@ -561,8 +595,8 @@ def _candidates(row: Result) -> Iterator[list[str]]:
         score = cell(row["floor_us"] / min(times), 3)
         rate = cell(row.get("flops", 2 * row["M"] * row["N"] * row["K"]) / min(times) / 1e6, 0)
         behind = "-" if hidden is None else f"{hidden:.0%}"
-        error = [cell(t["error"], 3)] if "error" in t else []
-        yield [f"{row['model']} M={row['M']}", name, *figures, score, rate, *hosts, behind, *error]
+        further = [cell(t.get(key), digits) for key, digits in more.items()]
+        yield [f"{row['model']} M={row['M']}", name, *figures, score, rate, *hosts, behind, *further]
 
 
 def _matmul(row: Result) -> Iterator[str]:

@@ -45,6 +45,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 }
 OTHERS = {
     "chart": "draws the results of other benchmarks",
+    "moe": "compares mixtures of experts; it has not been run on GPUs",
     "generate": "decodes with a cache; it has not been run on GPUs",
     "train": "trains a stack of layers; it has not been run on GPUs",
     "on_eight": "runs other benchmarks; it has not been run on 8 GPUs",

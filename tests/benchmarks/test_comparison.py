@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import hostir as hi
-from benchmarks import arrivals, chart, matmul_all_reduce, matmul_reduce_scatter, mlp, reshard
+from benchmarks import arrivals, chart, matmul_all_reduce, matmul_reduce_scatter, mlp, moe, reshard
 from benchmarks.comparison import Candidate, Judge, WrongResultError
 from benchmarks.matmul_reduce_scatter import WAYS, Way, program_text, row_parallel
 from benchmarks.scores import (
@@ -22,6 +22,7 @@ from benchmarks.scores import (
     BY_HAND,
     COMPILED,
     HOSTIR,
+    MOE_FACTORS,
     ODD,
     ONE_SHOT,
     TORCH,
@@ -49,6 +50,7 @@ def on_ranks(test: Callable[..., None]) -> Callable[..., None]:
 
 
 # Full runs --------------------------------------------------------------------------------------------------------
+MIXTURES = ",".join(f"Mixtral-{part}:2048" for part in MOE_FACTORS)
 TRAINED = [f"8B-{side}{trained}" for side in ("gather", "scatter") for trained in ("", "-trained")]
 RUNS = {
     "matmul_reduce_scatter_2": "matmul_reduce_scatter --rows 8B:2048,70B:512",
@@ -59,6 +61,7 @@ RUNS = {
     "mlp_gated_2": "mlp --rows 8B:2048 --only sequential,fused --gated",
     "reshard_2": "reshard --only sequential,push --rows reduce_scatter,all_gather,all_reduce:64",
     "torch_operators_2": f"torch_operators --rows {','.join(f'{name}:4096' for name in TRAINED)}",
+    "moe_2": f"moe --shrink 32 --rows {MIXTURES} --only sequential,ring",
     "allgather_matmul_2": "allgather_matmul --rows 8B:2048",
     "scaled_gather_2": "scaled_matmul --rows 70B:2048 --exact --only sequential,fused",
     "scaled_axis_2": "scaled_matmul --rows 70B:2048 --side scatter --axis 1 --only fused",
@@ -160,6 +163,50 @@ def test_a_full_run_of_reshard(folder: Path) -> None:
         assert {"NCCL", COMPILED, "sequential"} <= right(row)
         assert took_part(row) == {"NCCL", COMPILED, "sequential", "push", *torchs}
         assert row["floor_us"] == row["nccl_us"]
+
+
+@on_ranks
+def test_a_full_run_of_moe(folder: Path) -> None:
+    rows, table = measured(folder, "moe_2")
+    by_part = {row["model"].split("-")[1]: row for row in rows}
+    assert by_part.keys() == MOE_FACTORS.keys()
+    for part, row in by_part.items():
+        assert (row["M"], row["N"], row["K"], row["experts"], row["each"]) == (64, 56, 128, 8, 2)
+        peers = {BY_HAND, moe.GROUPED} | ({moe.DTENSOR} if part != "alone" else set())
+        ours = {HOSTIR} if part in ("alone", "trained") else {COMPILED, "sequential", "ring"}
+        assert right(row) == peers | ours
+        assert row["floor_us"] == max(row["gemm_us"], row.get("nccl_us", 0))
+    assert (
+        "NCCL + grouped_mm compiled, eager: made: rank 0: NotPossibleError: torch.compile is measured on GPU" in table
+    )
+
+
+@pytest.mark.parametrize(("part", "must"), [("gather", 0.88), ("layer", 0.92), ("trained", 0.84), ("alone", 0.76)])
+def test_each_part_of_a_mixture_of_experts_must_reach_its_share_of_the_best_peer(part: str, must: float) -> None:
+    for routing in ("", "-skewed"):
+        row = BENCHMARKS["moe"].row(f"Qwen3-{part}{routing}", 2048)
+        assert scored(figures("moe", row))["must"] == must  # the best peer's score is 0.8
+
+
+@pytest.mark.parametrize(("experts", "each"), moe.EXPERTS.values())
+def test_a_skewed_route_sends_half_of_the_rows_to_a_tenth_of_the_experts(experts: int, each: int) -> None:
+    chosen = moe.draw(100, experts, each, skewed=True, device=torch.device("cpu"))
+    assert all(len(set(row)) == each for row in chosen.tolist())
+    assert 2 * int((chosen < max(experts // 10, 1)).sum()) == chosen.numel()
+    assert int(chosen.max()) < experts
+
+
+def test_a_route_sorts_rows_by_expert_and_back() -> None:
+    chosen = moe.draw(12, 5, 2, skewed=False, device=torch.device("cpu")).view(3, 4, 2)
+    route, rows = moe.Route.of(chosen, 5), torch.randn(3, 4, 2, 7)
+    experts = chosen.flatten(1).sort(dim=1).values
+    for source in range(3):
+        begins = route.offsets[source].tolist()
+        assert begins == [int((experts[source] < expert).sum()) for expert in range(6)]
+    assert torch.equal(route.sort(chosen[..., None])[..., 0], experts)
+    assert torch.equal(route.by_token(route.sort(rows)), rows.flatten(1, 2))
+    tokens = torch.arange(4).view(1, 4, 1, 1).expand(3, 4, 2, 1)
+    assert torch.equal(route.sort(tokens)[..., 0].int(), route.order)
 
 
 @on_ranks
