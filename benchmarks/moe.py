@@ -71,6 +71,7 @@ from hostir.torch import expert_mlp
 
 GROUPED, COMPILED_GROUPED, DTENSOR = "NCCL + grouped_mm", "NCCL + grouped_mm compiled", "DTensor"
 EXPERTS = {"Mixtral": (8, 2), "Qwen3": (128, 8), "DeepSeek": (16, 2)}  # all experts, and the experts of a token
+SHARDED = {"x": 0, "h": 2, "first": 2, "gate": 2, "up": 2, "down": 1}  # axes of inputs of fusions
 SOME = 3  # experts, and hidden features of each, whose gradients are compared with float64
 Grouped = Callable[[Tensor, Tensor, Tensor], Tensor]  # (rows [S, K], matrices [E, K, N], offsets [E + 1]) -> [S, N]
 
@@ -224,7 +225,6 @@ class Mixture(Subject):
         gathers, scatters: True if the part gathers the tokens, and if it scatters the result.
         names: the inputs of the part's fusion.
         matrices: the number of matrices `[K, N]` by which the part multiplies each row.
-        experts, each: the number of experts, and the number of experts that compute a token.
         x: `[M / ranks, K]`, this rank's tokens; on GPUs in symmetric memory.
         tokens: `[M, K]`, the tokens of all ranks.
         chosen, weights: `[M, each]`, the experts of all tokens, and their weights.
@@ -242,8 +242,6 @@ class Mixture(Subject):
 
     def __init__(self, row: Row, dtype: torch.dtype, job: Session) -> None:
         super().__init__(row, dtype, job)
-        model, _, *skewed = row.model.split("-")
-        (self.experts, self.each), self.skewed = EXPERTS[model], bool(skewed)
         M, N, K = row.M, row.N, row.K
         empty = partial(torch.empty, dtype=dtype, device=self.device)
         self.x = self.shared(M // self.ranks, K)
@@ -254,6 +252,21 @@ class Mixture(Subject):
         self.chosen, self.weights = gather(self.draw()), empty(M, self.each)
         self.together, self.by_rank = self.routes()
         self.renew()
+
+    @property
+    def experts(self) -> int:
+        """The number of experts."""
+        return EXPERTS[self.row.model.split("-")[0]][0]
+
+    @property
+    def each(self) -> int:
+        """The number of experts that compute a token."""
+        return EXPERTS[self.row.model.split("-")[0]][1]
+
+    @property
+    def skewed(self) -> bool:
+        """True if half of all rows go to a tenth of the experts."""
+        return self.row.model.endswith("-skewed")
 
     def draw(self) -> Tensor:
         """Return new experts for each token of this rank."""
@@ -337,12 +350,20 @@ class Mixture(Subject):
 
     # hostir
     @property
-    def operands(self) -> dict[str, tuple[Tensor, int | None]]:
-        """This rank's parts of the inputs of fusions, by name, each with the axis on which it is sharded."""
-        route = {name: (tensor, None) for name, tensor in vars(self.by_rank).items()}
-        matrices = {"first": (self.first, 2), "gate": (self.gate, 2), "up": (self.up, 2), "down": (self.down, 1)}
+    def operands(self) -> dict[str, Tensor]:
+        """This rank's parts of the inputs of fusions, by name."""
+        matrices = {"first": self.first, "gate": self.gate, "up": self.up, "down": self.down}
         weights = self.weights.view(self.by_rank.places.shape)
-        return {"x": (self.x[None], 0), **route, "weights": (weights, None), **matrices}
+        return {"x": self.x[None], **vars(self.by_rank), "weights": weights, **matrices}
+
+    @property
+    def shapes(self) -> dict[str, Sequence[int]]:
+        """The shapes of the inputs of fusions, by name."""
+        ranks, E, N, K = self.ranks, self.experts, self.row.N * self.ranks, self.row.K
+        M, S = self.row.M // ranks, self.row.M // ranks * self.each
+        route = {"order": (ranks, S), "offsets": (ranks, E + 1), "places": (ranks, M, self.each)}
+        matrices = {"first": (E, K, 2 * N), "gate": (E, K, N), "up": (E, K, N), "down": (E, N, K)}
+        return {"x": (ranks, M, K), "h": (ranks, S, N), **route, "weights": route["places"], **matrices}
 
     def define(self, mesh: hi.DeviceMesh, **inputs: hi.Tensor) -> tuple[hi.Tensor, int]:
         """Define the result of the part's fusion. Return it, and the axis on which it is sharded."""
@@ -352,19 +373,18 @@ class Mixture(Subject):
         mesh, inputs = hi.DeviceMesh(range(self.ranks)), {}
         with hi.Fusion("experts") as fusion:
             for name in self.names:
-                local, axis = self.operands[name]
-                shape = [size * self.ranks if n == axis else size for n, size in enumerate(local.shape)]
-                inputs[name] = hi.tensor(name, shape, "i32" if local.dtype == torch.int32 else self.dtype_name)
+                dtype = "i32" if name in ("order", "offsets", "places") else self.dtype_name
+                inputs[name] = hi.tensor(name, self.shapes[name], dtype)
             y, sharded = self.define(mesh, **inputs)
             fusion.output(y)
         y.shard(sharded, mesh)
-        for name, t in inputs.items():
-            if (axis := self.operands[name][1]) is not None:
-                t.shard(axis, mesh)
+        for name in self.names:
+            if name in SHARDED:
+                inputs[name].shard(SHARDED[name], mesh)
         return fusion
 
     def inputs(self, slices: int) -> Sequence[Tensor]:
-        return [self.operands[name][0] for name in self.names]
+        return [self.operands[name] for name in self.names]
 
     def out(self, slices: int) -> Tensor:
         return self.y[None]
@@ -533,8 +553,8 @@ class Scattered(Mixture):
         return self.rows
 
     @property
-    def operands(self) -> dict[str, tuple[Tensor, int | None]]:
-        return {**super().operands, "h": (self.h_by_rank, 2)}
+    def operands(self) -> dict[str, Tensor]:
+        return {**super().operands, "h": self.h_by_rank}
 
     def compute(self, grouped: Grouped) -> Any:
         return combined(grouped, self.h, self.together, self.weights, self.down)

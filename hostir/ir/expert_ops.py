@@ -21,6 +21,8 @@ from hostir.ir.types import DType, TensorType
 if TYPE_CHECKING:
     from hostir.ir.machine import Frame, Ready
 
+ROWS = "<? rows {index}?>"
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class GroupedProduct(TensorOp):
@@ -37,9 +39,13 @@ class GroupedProduct(TensorOp):
         raise AssertionError(type(self).__name__)
 
     @property
+    def groupable(self) -> Size:
+        """The number of rows of a source that may belong to groups."""
+        return self.grouped[0].tensor.shape[-2]
+
+    @property
     def index_operands(self) -> tuple[IndexOperand, ...]:
-        rows, offsets = self.grouped
-        return (IndexOperand(offsets, rows.tensor.shape[-2], ascending=True),)
+        return (IndexOperand(self.grouped[1], self.groupable, ascending=True),)
 
     def groups(self) -> int:
         """Return the number of groups. Raise if the offsets do not fit the rows."""
@@ -68,21 +74,40 @@ class GroupedMatmul(ByBlocks, GroupedProduct):
     Offsets are i32 or i64. They do not decrease, and lie between 0 and T. The kernel reads them when it runs. Whatever
     they are, the statement reads all of `x` and writes all of the result.
 
+    In a host program `rows %index` multiplies the rows `x[index[s]]` instead, as `permute_rows` would order them. The
+    index is `[..., S]`, in i32 or i64, from 0 to T - 1. Groups then consist of these S rows, and the result is
+    `[..., S, N]`.
+
     With `ready %flags >= epoch from first`, the indices of the leading axes are sources, and they are split into equal
     blocks, one for each flag. The kernel computes a block after the block's flag has reached the epoch, as in `matmul`.
-    It reads the offsets when it computes their block. `own` is as in `matmul`. It raises no flags.
+    It reads the offsets and the index when it computes their block. `own` is as in `matmul`. It raises no flags.
 
     Example: %y: bf16[64, 32] = grouped_matmul %x: bf16[64, 16], %w: bf16[4, 16, 32] by %offsets: i32[5]
     """
 
-    syntax = "grouped_matmul {x}, {w} by {offsets} -> {out}" + BY_BLOCKS
+    syntax = f"grouped_matmul {{x}}, {{w}} by {{offsets}}{ROWS} -> {{out}}{BY_BLOCKS}"
     x: Read
     w: Read
     offsets: Read
+    index: ReadIf = field(default=None, kw_only=True)
+
+    @classmethod
+    def form(cls, phase: Phase) -> str:
+        form = super().form(phase)
+        return form if phase is Phase.HOST else form.replace(ROWS, "")
 
     @property
     def grouped(self) -> tuple[Value, Value]:
         return self.x, self.offsets
+
+    @property
+    def groupable(self) -> Size:
+        return self.x.tensor.shape[-2] if self.index is None else self.index.tensor.shape[-1]
+
+    @property
+    def index_operands(self) -> tuple[IndexOperand, ...]:
+        index = () if self.index is None else (IndexOperand(self.index, self.x.tensor.shape[-2]),)
+        return (*super().index_operands, *index)
 
     @property
     def rows(self) -> Value:
@@ -90,7 +115,7 @@ class GroupedMatmul(ByBlocks, GroupedProduct):
 
     @property
     def along(self) -> tuple[int, ...]:
-        return (2,)
+        return (2,) if self.index is None else (2, 3)
 
     def verify(self) -> None:
         super().verify()
@@ -125,12 +150,18 @@ class GroupedMatmul(ByBlocks, GroupedProduct):
                 expected=f"a matrix for each group: [{groups}, K, N]",
             )
         check_equal_terms(self, self.x, self.w, 1)
-        return dtype, (*self.x.tensor.shape[:-1], self.w.tensor.shape[2])
+        lead = self.x.tensor.shape[:-2]
+        if self.index is not None and self.index.tensor.shape != (*lead, self.groupable):
+            names = ", ".join([*map(str, lead), "S"])
+            raise self.fail(f"{self.index} is {self.index.type}, and {self.x} is {self.x.type}", expected=f"[{names}]")
+        return dtype, (*lead, self.groupable, self.w.tensor.shape[2])
 
     def maps(self) -> tuple[Map, ...]:
         sources = range(len(self.x.tensor.axes) - 2)
         columns = len(sources) + 1
-        return (*sources, ALONE, CONTRACTED), (ALONE, CONTRACTED, columns), (*sources, ALONE)
+        by_source = (*sources, ALONE)
+        maps = (*sources, ALONE, CONTRACTED), (ALONE, CONTRACTED, columns), by_source, by_source
+        return maps[: len(self.operands)]
 
     @property
     def right_side(self) -> tuple[Value, int]:

@@ -104,13 +104,18 @@ def batched_matmul(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     matmul(out, a, b)
 
 
-def grouped_matmul(out: torch.Tensor, x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor) -> None:
+def grouped_matmul(
+    out: torch.Tensor, x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, index: torch.Tensor | None = None
+) -> None:
     """`out[..., t, :] = x[..., t, :] @ w[e]` for the rows t of group e; rows of no group become 0; rounded once.
 
+    With `index`, the rows are `x[..., index[..., t], :]`, as `permute_rows` orders them.
     `torch._grouped_mm` computes it if it supports the operands. Otherwise there is one product for each group, and the
     host waits for the offsets. Raises HostIRError for offsets that decrease or lie outside the rows, except if
     `torch._grouped_mm` computes the result: it limits such offsets to the rows.
     """
+    if index is not None:
+        x = _rows_at(x, valid_index(index, x.shape[-2]))
     if offsets.ndim > 1:
         for out_part, x_part, offsets_part in zip(out, x, offsets, strict=True):
             grouped_matmul(out_part, x_part, w, offsets_part)

@@ -313,18 +313,22 @@ def _rms_norm(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None = 
 BY_ROWS: Mapping[str, Kernel] = {"row_scales": _row_scales, "quantize": _quantize, "rms_norm": _rms_norm}
 
 
-def _grouped_matmul(out: torch.Tensor, x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor) -> None:
+def _grouped_matmul(
+    out: torch.Tensor, x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, index: torch.Tensor | None = None
+) -> None:
     from hostir.kernels.grouped import grouped_matmul  # loads Triton: only where it is used
 
-    grouped_matmul(out, x, w, offsets)
+    grouped_matmul(out, x, w, offsets, index)
 
 
-def grouped_matmul_of_either(out: torch.Tensor, x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor) -> None:
+def grouped_matmul_of_either(
+    out: torch.Tensor, x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, index: torch.Tensor | None = None
+) -> None:
     """Compute a grouped matmul by `torch._grouped_mm` if it supports the operands, else in Triton."""
     from hostir.kernels.devices import only_loads  # loads Triton: only where it is used
 
-    if offsets.ndim > 1 or not takes_grouped(out, x, w):
-        _grouped_matmul(out, x, w, offsets)
+    if index is not None or offsets.ndim > 1 or not takes_grouped(out, x, w):
+        _grouped_matmul(out, x, w, offsets, index)
     elif not only_loads():
         grouped_by_library(out, x, w, offsets)
 
@@ -334,6 +338,7 @@ def grouped_matmul_by_blocks(
     x: torch.Tensor,
     w: torch.Tensor,
     offsets: torch.Tensor,
+    index: torch.Tensor | None = None,
     *,
     ready: ReadyFlags,
     done: DoneFlags | None = None,
@@ -343,7 +348,7 @@ def grouped_matmul_by_blocks(
     from hostir.kernels import grouped  # loads Triton: only where it is used
 
     assert done is None
-    grouped.grouped_matmul_by_blocks(out, x, w, offsets, ready=ready, own_rows=own_rows)
+    grouped.grouped_matmul_by_blocks(out, x, w, offsets, index, ready=ready, own_rows=own_rows)
 
 
 GROUPED_BY_BLOCKS: Mapping[str, Kernel] = {"grouped_matmul_by_blocks": grouped_matmul_by_blocks}

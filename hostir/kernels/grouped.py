@@ -4,8 +4,11 @@ The kernel reads the offsets of the groups itself, so the host does not wait for
 table of intervals of rows: for each source, the rows before the first group, the groups, and the rows after the last
 group. A tile has rows of one interval. The tiles of the rows that belong to no group store 0.
 
-The rows of sources may arrive while the kernel runs. Then the tiles of the sources that arrive first come first, and a
-program waits for the flag of a tile's source (see `hostir.kernels.flags.ready`).
+The sources of a group come one after another, so that all find the matrix of the group in L2. But the rows of sources
+may arrive while the kernel runs. Then the tiles of the sources that arrive first come first, and a program waits for
+the flag of a tile's source (see `hostir.kernels.flags.ready`).
+
+With an index, a tile loads the rows that the index names. So nothing has to wait until rows have been permuted.
 """
 
 from __future__ import annotations
@@ -30,15 +33,20 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
-def _intervals(offsets, source_step, step, first, sources, groups, rows, INTERVALS: tl.constexpr):
+def _intervals(
+    offsets, source_step, step, first, sources, groups, rows, BY_SOURCE: tl.constexpr, INTERVALS: tl.constexpr
+):
     """Return the table of intervals: the first row of each, and the row after its last row.
 
-    Each source has `groups + 2` intervals. The table begins with source `first`, and source 0 follows the last one.
+    Each source has `groups + 2` intervals. If BY_SOURCE, all intervals of a source are neighbours. The table then
+    begins with source `first`, and source 0 follows the last one. Otherwise the sources of a group are neighbours.
     Offsets that decrease or lie outside the rows are limited to the rows: then some rows are computed twice, and every
     row is written.
     """
     number = tl.arange(0, INTERVALS)
-    source, interval = (number // (groups + 2) + first) % sources, number % (groups + 2)
+    source, interval = number % sources, number // sources
+    if BY_SOURCE:
+        source, interval = (number // (groups + 2) + first) % sources, number % (groups + 2)
     exists = number < sources * (groups + 2)
     at = offsets + source.to(tl.int64) * source_step + interval.to(tl.int64) * step
     begin = tl.load(at - step, mask=exists & (interval > 0), other=0)
@@ -56,11 +64,12 @@ def _dot(x, y, acc):
         return tl.dot(x, y, acc, input_precision="ieee")
 
 
-@triton.jit(do_not_specialize=["sources", "groups", "rows", "epoch", "first", "blocks", "polls"])
+@triton.jit(do_not_specialize=["sources", "groups", "rows", "tokens", "epoch", "first", "blocks", "polls"])
 def _grouped_matmul_kernel(
     x,
     w,
     offsets,
+    index,  # of the rows, with INDEX; as `offsets`, with strides between sources and between rows
     out,
     own_rows,  # the rows of block `first`, with OWN; their columns have the stride of the columns of x
     flags,  # flags to polls are set with READY only: fields of ReadyFlags; blocks is the number of flags
@@ -72,6 +81,7 @@ def _grouped_matmul_kernel(
     sources,
     groups,
     rows,
+    tokens,  # the number of rows of a source of x, from which an index chooses
     N,
     K,
     x_source,
@@ -82,6 +92,8 @@ def _grouped_matmul_kernel(
     w_column,
     offsets_source,
     offsets_step,
+    index_source,
+    index_step,
     out_source,
     out_row,
     out_column,
@@ -93,15 +105,18 @@ def _grouped_matmul_kernel(
     BK: tl.constexpr,
     READY: tl.constexpr,
     OWN: tl.constexpr,
+    INDEX: tl.constexpr,
     FLAGS: tl.constexpr,
 ):
-    """Compute this program's tiles. Tiles go down the rows of a group, then right, so that matrices stay in L2."""
+    """Compute this program's tiles. Tiles go down the rows of an interval, then right, so that matrices stay in L2."""
     each, first_source = 1, 0  # the sources of a block, and the first source to compute
     known = 0  # with READY: the number of blocks, counted from block `first`, that this program has seen ready
     if READY:
         each = sources // blocks
         first_source = first * each
-    begins, ends = _intervals(offsets, offsets_source, offsets_step, first_source, sources, groups, rows, INTERVALS)
+    begins, ends = _intervals(
+        offsets, offsets_source, offsets_step, first_source, sources, groups, rows, READY, INTERVALS
+    )
     number = tl.arange(0, INTERVALS)
     heights = tl.cdiv(ends - begins, BM)  # in tiles
     last = tl.cumsum(heights * tl.cdiv(N, BN), 0)  # the number of tiles up to the end of each interval
@@ -110,9 +125,11 @@ def _grouped_matmul_kernel(
         here = number == interval
         height = tl.sum(tl.where(here, heights, 0), 0)
         within = tile - tl.sum(tl.where(here, last, 0), 0) + height * tl.cdiv(N, BN)
-        turn, group = interval // (groups + 2), interval % (groups + 2) - 1
+        turn, group = interval % sources, interval // sources - 1
+        if READY:
+            turn, group = interval // (groups + 2), interval % (groups + 2) - 1
         source = ((turn + first_source) % sources).to(tl.int64)
-        terms = tl.where((group >= 0) & (group < groups), K, 0)
+        terms = tl.where((group >= 0) & (group < groups) & (tokens > 0), K, 0)
         if READY:  # noqa: SIM102  # known at compile time
             if (turn // each >= known) & (terms > 0):
                 awaited = Awaited(flags, timeouts, epoch, first, blocks, each * rows)
@@ -123,10 +140,14 @@ def _grouped_matmul_kernel(
         in_rows, in_columns = (row < tl.sum(tl.where(here, ends, 0), 0))[:, None], (column < N)[None, :]
         row, column = row.to(tl.int64)[:, None], column.to(tl.int64)[None, :]
         acc = tl.zeros((BM, BN), dtype=tl.float32)
-        left = x + source * x_source + row * x_row
+        token = row
+        if INDEX:
+            token = tl.load(index + source * index_source + row * index_step, mask=in_rows, other=0).to(tl.int64)
+            token = tl.minimum(tl.maximum(token, 0), tokens - 1)
+        left = x + source * x_source + token * x_row
         if OWN:  # noqa: SIM102  # known at compile time
             if turn < each:
-                left = own_rows + turn.to(tl.int64) * own_source + row * own_row
+                left = own_rows + turn.to(tl.int64) * own_source + token * own_row
         right = w + group.to(tl.int64) * w_group + column * w_column
         for start in range(0, terms, BK):
             k = start + tl.arange(0, BK)
@@ -143,39 +164,42 @@ def grouped_matmul(
     x: torch.Tensor,
     w: torch.Tensor,
     offsets: torch.Tensor,
+    index: torch.Tensor | None = None,
     *,
     ready: ReadyFlags | None = None,
     own_rows: torch.Tensor | None = None,
 ) -> None:
     """Compute `out[..., t, :] = x[..., t, :] @ w[e]` for the rows t of group e in Triton, in f32, rounded once.
 
-    Rows of no group become 0. Offsets that decrease or lie outside the rows are limited to the rows, so that nothing
-    outside is accessed. ATen computes the result instead if Triton's kernels do not take the dtype (such as f64).
+    With `index`, the rows are `x[..., index[..., t], :]`. Rows of no group become 0. Offsets that decrease or lie
+    outside the rows, and indices outside the rows of `x`, are limited to the rows, so that nothing outside is accessed.
+    ATen computes the result instead if Triton's kernels do not take the dtype (such as f64).
 
     With `ready`, the sources, which are the indices of the leading axes, arrive in blocks while the kernel runs.
-    `own_rows` are then the rows of block `ready.first`, which needs no flag. All offsets are there at the start. Raises
-    ValueError if the flags do not split the sources evenly, or if the leading axes do not merge.
+    `own_rows` are then the rows of block `ready.first`, which needs no flag. All offsets and indices are there at the
+    start. Raises ValueError if the flags do not split the sources evenly, or if the leading axes do not merge.
     """
     if ready is None and (x.dtype not in DTYPES or w.dtype != x.dtype or out.dtype != x.dtype):
-        aten.grouped_matmul(out, x, w, offsets)
+        aten.grouped_matmul(out, x, w, offsets, index)
         return
-    lead = collapse(x.shape[:-2], x.stride()[:-2], out.stride()[:-2], offsets.stride()[:-1])
-    sources, *steps = lead[0] if lead else (1, 0, 0, 0)
+    by_source = offsets if index is None else index
+    lead = collapse(x.shape[:-2], x.stride()[:-2], out.stride()[:-2], offsets.stride()[:-1], by_source.stride()[:-1])
+    sources, *steps = lead[0] if lead else (1, 0, 0, 0, 0)
     groups, intervals = len(w), sources * (len(w) + 2)
     own = collapse(own_rows.shape[:-2], own_rows.stride()[:-2]) if own_rows is not None else []
     if ready is None and (len(lead) > 1 or (x.ndim > 2 and intervals > MAX_INTERVALS)):
-        for parts in zip(out, x, offsets, strict=True):
-            grouped_matmul(parts[0], parts[1], w, parts[2])
+        for n, (out_part, x_part, begins) in enumerate(zip(out, x, offsets, strict=True)):
+            grouped_matmul(out_part, x_part, w, begins, None if index is None else index[n])
         return
-    if not out.numel() and ready is None:
+    if ready is None and not out.numel():
         return
     if own_rows is not None and own_rows.stride(-1) != x.stride(-1):
         raise ValueError(f"own rows with columns of stride {own_rows.stride(-1)}, and rows with {x.stride(-1)}")
     if ready is not None and (not out.numel() or sources % len(ready.flags) or len(own) > 1 or len(lead) > 1):
         raise ValueError(f"{len(ready.flags)} flags for {sources} sources of {x.shape[-2]} rows")
-    rows, columns = x.shape[-2], out.shape[-1]
+    rows, columns = out.shape[-2:]
     tile = _tile(sources * rows // groups, x.dtype)
-    device = check_device(out=out, x=x, w=w, offsets=offsets, own_rows=own_rows)
+    device = check_device(out=out, x=x, w=w, offsets=offsets, index=index, own_rows=own_rows)
     sms = limits(device).sms - (0 if ready is None else ready.reserved_sms)
     most = (-(-rows // tile["BM"]) + groups + 2) * sources * -(-columns // tile["BN"])
     waits: tuple[Any, ...] = (None, None, 0, 0, 1, 0)
@@ -183,14 +207,15 @@ def grouped_matmul(
         waits = (ready.flags, ready.timeouts, ready.epoch, ready.first, len(ready.flags), ready.polls)
     with launching(device):
         launch(
-            *(_grouped_matmul_kernel, max(min(most, sms), 1)),
-            *(x, w, offsets, out, own_rows, *waits, sources, groups, rows, columns, x.shape[-1]),
+            *(_grouped_matmul_kernel, max(min(most, sms), 1), x, w, offsets, index, out, own_rows, *waits),
+            *(sources, groups, rows, x.shape[-2], columns, x.shape[-1]),
             *(steps[0], *x.stride()[-2:], *w.stride()),
-            *(steps[2], offsets.stride(-1), steps[1], *out.stride()[-2:]),
+            *(steps[2], offsets.stride(-1), steps[3], by_source.stride(-1), steps[1], *out.stride()[-2:]),
             *(own[0][1] if own else 0, 0 if own_rows is None else own_rows.stride(-2)),
             INTERVALS=triton.next_power_of_2(intervals),
             READY=ready is not None,
             OWN=own_rows is not None,
+            INDEX=index is not None,
             FLAGS=1 if ready is None else triton.next_power_of_2(len(ready.flags)),
             **tile,
         )
@@ -201,6 +226,7 @@ def grouped_matmul_by_blocks(
     x: torch.Tensor,
     w: torch.Tensor,
     offsets: torch.Tensor,
+    index: torch.Tensor | None = None,
     *,
     ready: ReadyFlags,
     own_rows: torch.Tensor | None = None,
@@ -213,20 +239,22 @@ def grouped_matmul_by_blocks(
     dense = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
     sources, rows, columns = x.shape[:-2].numel(), *x.shape[-2:]
     flat = x.view(sources, rows, columns)
-    begins, result = offsets.reshape(sources, -1), dense.view(sources, rows, -1)
+    begins, result = offsets.reshape(sources, -1), dense.view(sources, *out.shape[-2:])
+    numbers = None if index is None else index.reshape(sources, -1)
     if own_rows is not None:
         own_rows = own_rows.reshape(-1, rows, columns)
         own_rows = own_rows if own_rows.stride(-1) == x.stride(-1) else own_rows.contiguous()
     blocks = len(ready.flags)
     if sources * (len(w) + 2) <= MAX_INTERVALS:
-        grouped_matmul(result, flat, w, begins, ready=ready, own_rows=own_rows)
+        grouped_matmul(result, flat, w, begins, numbers, ready=ready, own_rows=own_rows)
     else:
         each = sources // blocks
         for block in (*range(ready.first, blocks), *range(ready.first)):
             part, flag = slice(block * each, (block + 1) * each), slice(block, block + 1)
             one = replace(ready, flags=ready.flags[flag], timeouts=ready.timeouts[flag], first=0)
             own = own_rows if block == ready.first else None
-            grouped_matmul(result[part], flat[part], w, begins[part], ready=one, own_rows=own)
+            of_part = None if numbers is None else numbers[part]
+            grouped_matmul(result[part], flat[part], w, begins[part], of_part, ready=one, own_rows=own)
     if dense is not out:
         out.copy_(dense)
 

@@ -22,9 +22,10 @@ for the count, and a separate kernel reduces. The two passes differ in who moves
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hostir.ir.comm_ops import AllGather, AllReduce
+from hostir.ir.expert_ops import GroupedMatmul, PermuteRows
 from hostir.ir.op import Codec, Statement, Value
 from hostir.ir.program import Names, Program
 from hostir.ir.tensor_ops import Add, ByBlocks, Contraction, Linear, Matmul, RmsNorm, TensorOp, Unary
@@ -104,7 +105,7 @@ def sent(program: Program, strategy: str, mover: Mover, pieces: Pieces, steps: A
         return two(s) and (mover.sms > 0 or not _in_chunks(s, program))
 
     reason = "the rows of a rank lie over several axes of the mesh, and a shard in no equal blocks of them"
-    program, onto = added_onto(columns_as_rows(program))
+    program, onto = added_onto(columns_as_rows(indexed(program)))
     rows = (
         RowCollectives.of(program, strategy, as_collectives)
         .only(_in_blocks, reason)
@@ -222,6 +223,24 @@ class _Sending:
         for each in self.arriving.values():  # rows that are an output and have no other user
             each.wait()
         return self.host.finished(self.workers)
+
+
+def indexed(program: Program) -> Program:
+    """Replace grouped matmuls of permuted rows by `grouped_matmul ... rows`, if the rows are gathered.
+
+    Such a matmul can wait for the gathered rows, because it reads them itself. Permuted rows that nothing else reads
+    are not computed.
+    """
+    gathers = {s.out.name: s for s in program.body if isinstance(s, AllGather)}
+    permuted = {s.out.name: s for s in program.body if isinstance(s, PermuteRows) and s.x.name in gathers}
+    body = list[Statement]()
+    for s in program.body:
+        rows = permuted.get(s.x.name) if isinstance(s, GroupedMatmul) and s.index is None else None
+        new = replace(s, x=rows.x, index=rows.index) if rows is not None and isinstance(s, GroupedMatmul) else s
+        waits = rows is not None and waits_for_rows(new, gathers[rows.x.name])
+        body.append(new if waits else s)
+    read = {v.name for s in body for v in operands_of(s)} | {v.name for v in program.outputs}
+    return program.with_body(s for s in body if not (result_of(s).name in permuted and result_of(s).name not in read))
 
 
 def added_onto(program: Program) -> tuple[Program, dict[str, Value]]:

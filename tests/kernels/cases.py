@@ -22,6 +22,7 @@ from benchmarks import (
     matmul_all_reduce,
     matmul_reduce_scatter,
     mlp,
+    moe,
     reshard,
     scaled_matmul,
 )
@@ -129,6 +130,10 @@ def subjects(name: str, row: Row, ranks: int) -> Iterator[tuple[str, Any]]:
     elif name == "mlp":
         yield "", subject(mlp.Operands, row, ranks, gated=False)
         yield " gated", subject(mlp.Operands, row, ranks, gated=True)
+    elif name == "moe":
+        _, part, *skewed = row.model.split("-")
+        if part in ("gather", "scatter", "layer") and not skewed:  # the others have no fusion, or the same
+            yield "", subject(moe.PARTS[part], row, ranks)
     elif name == "reshard":
         kinds = {"reduce_scatter": reshard.Scattered, "all_gather": reshard.Gathered, "all_reduce": reshard.Summed}
         rows = row.M if row.model == "all_reduce" else row.M // ranks

@@ -44,8 +44,13 @@ def test_groups_of_any_size_and_layout_are_as_accurate_as_torch(data: st.DataObj
     offsets = torch.randint(0, rows + 1, (*sources, groups + 1)).sort(-1).values
     offsets = offsets.to(draw(st.sampled_from([torch.int32, torch.int64])))
     out, buffer = embedded([*sources, rows, n], dtype, **layout(len(sources) + 2))
-    KERNELS["grouped_matmul"](out, x, w, offsets)
+    index: torch.Tensor | None = None
+    if rows and draw(st.booleans()):
+        index = torch.randint(0, rows, (*sources, rows))
+    KERNELS["grouped_matmul"](out, x, w, offsets, index)
     assert_only_view_written(out, buffer)
+    if index is not None:
+        x = x.gather(-2, index[..., None].expand(*index.shape, k))
     exact = products(x.double(), w.double(), offsets)
     assert_as_accurate(out, products(x, w, offsets), exact, products(x.double().abs(), w.double().abs(), offsets))
 

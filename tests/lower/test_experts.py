@@ -114,6 +114,64 @@ def test_a_grouped_matmul_waits_for_sources_one_by_one(shape: list[int], axis: i
         torch.testing.assert_close(y.double(), exact, rtol=1e-5, atol=1e-5)
 
 
+def permuted(kept: bool = False) -> hi.Fusion:
+    """Return grouped matmuls of gathered tokens in the order of an index. If `kept`, the rows are an output, too."""
+    with hi.Fusion("permuted") as fusion:
+        x, order = hi.tensor("x", [4, 6, 8], "f32"), hi.tensor("order", [4, 10], "i32")
+        offsets = hi.tensor("offsets", [4, 4], "i32")
+        rows = hi.permute_rows(x, order)
+        for name in ("gate", "up"):
+            y = hi.grouped_matmul(rows, hi.tensor(name, [3, 8, 8], "f32"), offsets)
+            fusion.output(y)
+        if kept:
+            fusion.output(rows)
+    mesh = hi.DeviceMesh(range(4))
+    x.shard(0, mesh)
+    rows.set_device_mesh(mesh)
+    return fusion
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("strategy", ["fused", "push"])
+def test_a_grouped_matmul_of_permuted_tokens_reads_them_by_the_index_and_waits_for_them(
+    strategy: str, kept: bool
+) -> None:
+    fusion = permuted(kept)
+    program = hi.lower(fusion, strategy)
+    assert hi.check(program, calls=2) == []
+    assert hi.parse(str(program)) == program
+    first, second = (line for line in str(program).splitlines() if "grouped_matmul" in line)
+    assert "by %offsets rows %order -> %" in first
+    assert " ready " in first
+    assert " ready " not in second
+    assert ("permute_rows" in str(program)) is kept
+    for seed in range(4):
+        inputs = random_inputs(program, {}, seed)
+        for y, exact in zip(hi.run(program, *inputs, seed=seed), reference(fusion.program(), inputs), strict=True):
+            torch.testing.assert_close(y.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("index", "problem", "expected"),
+    [
+        ("i32[3, 10]", r"%index is i32\[3, 10\], and %x is f32\[2, 6, 8\]", "[2, S]"),
+        ("i32[10]", r"%index is i32\[10\], and %x is f32\[2, 6, 8\]", "[2, S]"),
+        ("f32[2, 10]", "%index holds indices, and is f32", "indices in i32 or i64"),
+    ],
+)
+def test_an_index_that_does_not_fit_the_rows_is_refused(index: str, problem: str, expected: str) -> None:
+    text = f"""hostir 1
+mesh @mesh [didx] = 0
+program @p(%x: f32[2, 6, 8], %w: f32[3, 8, 4], %offsets: i32[2, 4], %index: {index}) -> (%y) {{
+  %y: f32[2, 10, 4] = allocate
+  grouped_matmul %x, %w by %offsets rows %index -> %y
+}}
+"""
+    with pytest.raises(HostIRError, match=problem) as refused:
+        hi.Executor(hi.parse(text))
+    assert refused.value.diagnostics[0].expected == expected
+
+
 @pytest.mark.parametrize("axis", [1, 2])
 def test_rows_within_a_source_are_not_overlapped_because_offsets_count_them(axis: int) -> None:
     for strategy in ("ring", "fused", "push"):

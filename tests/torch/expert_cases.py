@@ -46,7 +46,7 @@ def parts_of(tensors):
 
 @case
 def experts_match_a_mixture_on_one_rank_with_gradients() -> None:
-    for strategy in ("auto", "ring", "sequential"):
+    for strategy in ("auto", "ring", "fused", "sequential"):
         for tokens in (7, 1):
             for choose in ROUTES.values():
                 whole = [t.double().requires_grad_() if t.is_floating_point() else t for t in drawn(tokens, choose)]

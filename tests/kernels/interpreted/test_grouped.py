@@ -43,6 +43,27 @@ def test_groups_equal_atens(offsets, dtype, integers, monkeypatch):
         torch.testing.assert_close(ours, wanted, rtol=max(2e-5, 2 * torch.finfo(dtype).eps), atol=2e-5)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("integers", [torch.int32, torch.int64])
+def test_rows_by_an_index_equal_permuted_rows(dtype, integers):
+    begins = torch.tensor([[0, 10, 20, 30, 50], [2, 2, 2, 50, 50], [0, 0, 0, 0, 0]])
+    x, w, index = torch.randn(3, 20, 37).to(dtype), torch.randn(4, 37, 41).to(dtype), torch.randint(0, 20, (50, 3)).mT
+    wanted, ours = torch.empty(3, 50, 41, dtype=dtype), torch.full((3, 50, 41), math.nan, dtype=dtype)
+    grouped.grouped_matmul(wanted, x.gather(1, index[..., None].expand(-1, -1, 37)), w, begins)
+    grouped.grouped_matmul(ours, x, w, begins, index.to(integers))
+    assert torch.equal(ours, wanted)
+
+
+@pytest.mark.parametrize("rows", [4, 0])
+def test_an_index_that_does_not_fit_reads_nothing_outside(rows):
+    memory, w = torch.full((rows + 8, 8), math.nan), torch.randn(1, 8, 5)
+    memory[4 : rows + 4] = torch.randn(rows, 8)
+    out, index = torch.full((3, 5), math.nan), torch.tensor([-7, 1, 99])
+    grouped.grouped_matmul(out, memory[4 : rows + 4], w, torch.tensor([0, 3]), index)
+    limited = memory[4 : rows + 4][index.clamp(0, rows - 1)] if rows else torch.zeros(3, 8)
+    torch.testing.assert_close(out, limited @ w[0])
+
+
 @pytest.mark.parametrize("offsets", [[0, 30, 10, 50], [-1, -1, -1, -1], [0, 60, 70, 80], [9, 3, 99, -5]])
 def test_offsets_that_do_not_fit_access_nothing_outside_and_every_row_is_written(offsets):
     x, w = torch.randn(50, 8), torch.randn(3, 8, 5)
@@ -83,18 +104,20 @@ def raised(blocks: int, but: int | None = None, **fields: object) -> ReadyFlags:
 
 
 @pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("tokens", [20, 7])
 @pytest.mark.parametrize(("blocks", "first"), [(1, 0), (2, 1), (4, 0), (4, 3)])
-def test_sources_that_have_arrived_are_computed_as_without_flags(blocks, first, own):
-    x, w = torch.randn(4, 20, 8), torch.randn(3, 8, 5)
+def test_sources_that_have_arrived_are_computed_as_without_flags(blocks, first, tokens, own):
+    x, w = torch.randn(4, tokens, 8), torch.randn(3, 8, 5)
+    index = None if tokens == 20 else torch.randint(0, tokens, (4, 20))
     offsets = torch.tensor([[0, 5, 9, 20], [2, 2, 2, 2], [0, 0, 20, 20], [1, 6, 11, 17]])
     wanted, ours = torch.empty(4, 20, 5), torch.full((4, 20, 5), math.nan)
-    grouped.grouped_matmul(wanted, x, w, offsets)
+    grouped.grouped_matmul(wanted, x, w, offsets, index)
     there, own_rows = x, None
     if own:  # its flag does not rise, and its rows are elsewhere
         own_rows, there = x.chunk(blocks)[first].clone(), x.clone()
         there.chunk(blocks)[first].fill_(math.nan)
     ready = raised(blocks, first if own else None, first=first)
-    grouped.grouped_matmul(ours, there, w, offsets, ready=ready, own_rows=own_rows)
+    grouped.grouped_matmul(ours, there, w, offsets, index, ready=ready, own_rows=own_rows)
     assert torch.equal(ours, wanted)
     assert not ready.timeouts.any()
 
@@ -137,18 +160,20 @@ def test_flags_that_do_not_split_the_sources_are_refused(sources, flags):
 
 @pytest.mark.parametrize("most", [4096, 6])
 @pytest.mark.parametrize("own", [False, True])
-def test_blocks_of_sources_of_any_layout_are_computed_as_without_flags(own, most, monkeypatch):
+@pytest.mark.parametrize("tokens", [10, 4])
+def test_blocks_of_sources_of_any_layout_are_computed_as_without_flags(own, tokens, most, monkeypatch):
     monkeypatch.setattr(grouped, "MAX_INTERVALS", most)
-    x, w = torch.randn(2, 3, 10, 8), torch.randn(2, 8, 5)
+    x, w = torch.randn(2, 3, tokens, 8), torch.randn(2, 8, 5)
     offsets = torch.randint(0, 11, (3, 3, 2)).sort(1).values.movedim(2, 0)
+    index = None if tokens == 10 else torch.randint(0, tokens, (10, 3, 2)).movedim(0, 2).movedim(1, 0)
     wanted, ours = torch.empty(2, 3, 10, 5), torch.full((2, 5, 3, 10), math.nan).movedim(1, 3)
-    aten.grouped_matmul(wanted, x, w, offsets)
+    aten.grouped_matmul(wanted, x, w, offsets, index)
     there, own_rows, first = x, None, 1
     if own:
         own_rows, there = x[0, 2:].mT.contiguous().mT, x.clone()
         there[0, 2] = math.nan
         first = 2
     ready, table = raised(6, first if own else None, first=first), kernel_table("triton", "cpu")
-    table["grouped_matmul_by_blocks"](ours, there, w, offsets, ready=ready, own_rows=own_rows)
+    table["grouped_matmul_by_blocks"](ours, there, w, offsets, index, ready=ready, own_rows=own_rows)
     torch.testing.assert_close(ours, wanted)
     assert not ready.timeouts.any()

@@ -164,18 +164,25 @@ fusion @biased(%x: f32[6@didx, 2], %w: f32[3, 2], %bias: f32[3]) -> (%y) {{
     check_calls(program, gpus, seed, monkeypatch)
 
 
+PERMUTED = """  %rows: f32[6, 8, 2] auto = permute_rows %full by %order
+  %y: f32[6, 8, 5] auto = grouped_matmul %rows, %w by %offsets"""
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("strategy", ["ring", "fused", "push"])
+@pytest.mark.parametrize("body", ["  %y: f32[6, 8, 5] auto = grouped_matmul %full, %w by %offsets", PERMUTED])
 def test_a_grouped_matmul_waits_for_sources_in_every_order(
-    strategy: str, seed: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+    body: str, strategy: str, seed: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fusion = hi.parse("""hostir 1
+    fusion = hi.parse(
+        f"""hostir 1
 mesh @mesh [didx] = 0 1 2
-fusion @experts(%x: f32[6@didx, 8, 2], %w: f32[3, 2, 5], %offsets: i32[6, 4]) -> (%y) {
-  %full: f32[6, 8, 2] = allgather %x over didx
-  %y: f32[6, 8, 5] auto = grouped_matmul %full, %w by %offsets
-}
-""")
+fusion @experts(%x: f32[6@didx, 4, 2], %w: f32[3, 2, 5], %offsets: i32[6, 4], %order: i32[6, 8]) -> (%y) {{
+  %full: f32[6, 4, 2] = allgather %x over didx
+{body}
+}}
+""".replace("4, 2]", "4, 2]" if body == PERMUTED else "8, 2]")
+    )
     check_calls(hi.lower(fusion, strategy), gpus, seed, monkeypatch)
 
 
