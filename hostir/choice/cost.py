@@ -44,6 +44,7 @@ from hostir.plan.unroll import unroll
 from hostir.plan.unrolled import UnrolledProgram
 
 F32 = 4  # bytes
+SEVERAL = ("batched_matmul", "grouped_matmul", "grouped_outer")  # computations with several right sides
 
 
 @dataclass(frozen=True)
@@ -236,12 +237,31 @@ class Registers:
         home = self.unrolled.symmetric[row.buffer]
         return home.rank, home.home, row.offset + slot * row.strides[0]
 
+    def matrices(self, op: ComputeOp) -> Gemm:
+        """Return an operation with several right sides in the form that the cost model uses.
+
+        It takes all rows to be in groups of equal sizes.
+        """
+        layouts, (x, other, *_), out = self.unrolled.layouts, op.operands, self.unrolled.layouts[op.out].shape
+        k, dtype = layouts[x].shape[-1], self.gemm_dtype(op)
+        if op.computation == "grouped_outer":
+            rows = prod(layouts[x].shape[:-1])
+            return Gemm(out[1], out[2], -(-rows // out[0]), dtype, batches=out[0], matrices=out[0])
+        count, batches = prod(layouts[other].shape[:-2]), prod(out[:-2])
+        if op.computation == "batched_matmul":
+            return Gemm(out[-2], out[-1], k, dtype, batches=batches, matrices=count)
+        mean = max(-(-out[-2] // count), 1)
+        block = None if op.ready is None else mean * count * batches // op.ready.results
+        return Gemm(mean, out[-1], k, dtype, batches=batches * count, block=block, matrices=count, grouped=True)
+
     def gemm(self, op: ComputeOp, local_rows: int) -> Gemm:
         """Return the matmul of an operation in the form that the cost model uses.
 
         `local_rows` is the number of rows of this rank that are stored in a separate tensor, not with the gathered
         rows; 0 if there are no such rows.
         """
+        if op.computation in SEVERAL:
+            return self.matrices(op)
         out, ready = self.unrolled.layouts[op.out], op.ready
         rows, k = prod(out.shape[:-1]), self.unrolled.layouts[op.operands[0]].shape[-1]
         dtype, result = self.gemm_dtype(op), self.unrolled.dtypes[out.buffer].bytes
@@ -361,7 +381,8 @@ class RankTasks:
         contracts, ready = op.place.statement.contracts, op.ready
         local = NONE if ready is None or ready.own_rows is None else ready.own_rows
         local_rows = 0 if local == NONE else prod(self.unrolled.layouts[local].shape[:-1])
-        if contracts and 0 < local_rows < MIN_OWN_ROWS:  # Triton first copies so few rows next to the gathered rows
+        few = 0 < local_rows < MIN_OWN_ROWS and op.computation not in SEVERAL
+        if contracts and few:  # Triton first copies so few rows next to the gathered rows
             self.issue(op.stream, Traffic(2 * self.registers.bytes[local]), launch="compute")
         work: TaskWork = self.registers.gemm(op, local_rows) if contracts else self.registers.traffic(op)
         if isinstance(work, Traffic):

@@ -22,9 +22,9 @@ from math import inf, log2
 from hostir.choice.collectives import implemented
 from hostir.choice.cost import CostBarrier, CostCopy, CostTask, CostTransfer, Nothing, Pause, Shared, TaskWork, Traffic
 from hostir.choice.hardware import Hardware, Kernels
-from hostir.kernels.matmul.estimate import block_ends, choose, duration
+from hostir.kernels.matmul.estimate import Rates, block_ends, choose, duration
 from hostir.kernels.matmul.schedule import Grid
-from hostir.kernels.matmul.tiles import Gemm, Tile
+from hostir.kernels.matmul.tiles import Gemm, Tile, grouped_tile
 
 EPSILON = 1e-9
 UNTHROTTLED_FLOPS = 0.2e12  # a call with more floating point operations is slower: power limits the clock
@@ -78,7 +78,7 @@ def flops(tasks: Sequence[CostTask]) -> float:
     total: dict[int, float] = {}
     for task in tasks:
         if isinstance(task.work, Gemm):
-            total[task.rank] = total.get(task.rank, 0.0) + 2.0 * task.work.m * task.work.n * task.work.k
+            total[task.rank] = total.get(task.rank, 0.0) + 2.0 * task.work.rows * task.work.n * task.work.k
     return max(total.values(), default=0.0)
 
 
@@ -93,10 +93,18 @@ class GemmCosts:
         self.hardware = hardware
         self.family = family
         doublings = max(0.0, log2(total_flops / UNTHROTTLED_FLOPS)) if total_flops else 0.0
-        rates = family.rates.scaled(max(1 - hardware.throttle * doublings, LEAST_PEAK))
-        self.rates = replace(rates, read=hardware.memory)  # the rate of reads and writes: a matmul stores as well
+        clock = max(1 - hardware.throttle * doublings, LEAST_PEAK)
+        # The rate of reads and writes, because a matmul stores as well.
+        self.rates, self.grouped_rates = (
+            replace(each.rates.scaled(clock), read=hardware.memory)
+            for each in (family, hardware.kernels.get("triton", family))
+        )
         self.fastest = cache(self.fastest)  # type: ignore[method-assign]  # a program has few different matmuls
         self.tiles = cache(self.tiles)  # type: ignore[method-assign]
+
+    def rates_of(self, gemm: Gemm) -> Rates:
+        """Return the rates of the kernel of a matmul. Grouped matmuls run in Triton."""
+        return self.grouped_rates if gemm.grouped else self.rates
 
     def time(self, gemm: Gemm) -> float:
         """Return the microseconds of a matmul with its fastest tile, if all its rows are ready when it starts."""
@@ -109,29 +117,32 @@ class GemmCosts:
         Its tile is the fastest tile on all SMs, with the best split on `sms` SMs.
         """
         tile = replace(self.fastest(gemm), split=0)  # its split was chosen for all SMs; choose it again for `sms`
-        tile = choose(gemm, sms, (tile,), self.family.rates)
+        tile = tile if gemm.grouped else choose(gemm, sms, (tile,), self.family.rates)
         return self.family.start + max(self.tiles(gemm, tile, sms), self.streaming(gemm))
 
     def fastest(self, gemm: Gemm, sms: int | None = None) -> Tile:
         """Return the fastest tile for a matmul on `sms` SMs, with its best split.
 
-        By default, `sms` is the number of all SMs.
+        By default, `sms` is the number of all SMs. A grouped matmul has one tile, without splits.
         """
+        if gemm.grouped:
+            return grouped_tile(gemm.m, gemm.itemsize)
         return choose(gemm, sms or self.hardware.sms, self.family.tiles[gemm.dtype], self.family.rates)
 
     def tiles(self, gemm: Gemm, tile: Tile, sms: int | None = None) -> float:
         """Return the microseconds of all tiles of a matmul, if all its rows are ready when it starts."""
-        return duration(tile, gemm, sms or self.hardware.sms, self.rates)[1]
+        return duration(tile, gemm, sms or self.hardware.sms, self.rates_of(gemm))[1]
 
     def streaming(self, gemm: Gemm) -> float:
         """Return the microseconds that memory takes to load the operands of a matmul and to store the result."""
-        bytes_moved = (gemm.m * gemm.k + gemm.k * gemm.n + gemm.m * gemm.n) * gemm.itemsize
+        elements = gemm.rows * gemm.k + gemm.matrices * gemm.k * gemm.n + gemm.rows * gemm.n
+        bytes_moved = elements * gemm.itemsize
         return bytes_moved / self.hardware.memory / 1e3
 
     def filled(self, gemm: Gemm) -> float:
         """Return the share of the SMs that the tiles of a matmul keep busy, averaged over the time of the matmul."""
         tile = self.fastest(gemm)
-        busy = Grid.of(tile, gemm).tiles * self.rates.unsplit_time(tile, gemm)
+        busy = Grid.of(tile, gemm).tiles * self.rates_of(gemm).unsplit_time(tile, gemm)
         return busy / (self.hardware.sms * self.tiles(gemm, tile))
 
     def fits_one_wave(self, gemm: Gemm) -> bool:
@@ -149,13 +160,13 @@ class GemmCosts:
         start += self.family.start
         if not arrivals:
             tile, streaming = self.fastest(gemm), self.streaming(gemm)
-            flags = block_ends(tile, gemm, h.sms, self.rates, [start], count)
+            flags = block_ends(tile, gemm, h.sms, self.rates_of(gemm), [start], count)
             end = start + max(self.tiles(gemm, tile), streaming)
-            rows = -(-gemm.m // tile.m)  # of tiles: each tile that a block needs streams its operands
+            rows = -(-gemm.rows // tile.m)  # of tiles: each tile that a block needs streams its operands
             streamed = [-(-(i + 1) * rows // count) / rows for i in range(count)]
             return end, tuple(max(t, start + streaming * x) for t, x in zip(flags, streamed, strict=True))
         sms = h.sms - task.overlapped_sms - task.reserved_sms
-        rates = self.rates.scaled(h.during_push) if task.overlapped_sms else self.rates
+        rates = self.rates_of(gemm).scaled(h.during_push if task.overlapped_sms else 1.0)
         poll = h.poll * (STARTED_POLL if task.overlapped_sms else 1.0)
         begins, tile = [max(start, arrival) + poll for arrival in arrivals], self.fastest(gemm, sms)
         flags = block_ends(tile, gemm, sms, rates, begins, count) if count else ()
@@ -288,7 +299,10 @@ class Costs:
             arrivals = [max(start, *arrivals) + self.hardware.edge + self.hardware.flag_wait]
         parts = len(arrivals) or count or 1
         if isinstance(work, Gemm):
-            gap, part_time = self.hardware.flag_wait, self.gemms.time(replace(work, m=-(-work.m // parts)))
+            part = (
+                replace(work, batches=work.batches // parts) if work.grouped else replace(work, m=-(-work.m // parts))
+            )
+            gap, part_time = self.hardware.flag_wait, self.gemms.time(part)
         else:
             assert isinstance(work, Traffic)
             gap = 0.0 if self.sums_in_triton else SMALL_KERNEL * work.aten_kernels

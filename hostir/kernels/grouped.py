@@ -26,6 +26,7 @@ from hostir.kernels.flags.ready import Awaited, ReadyFlags, wait_for_rows
 from hostir.kernels.layout import collapse
 from hostir.kernels.matmul.conversions import from_float32, to_float32
 from hostir.kernels.matmul.operands import DTYPES
+from hostir.kernels.matmul.tiles import grouped_tile
 
 MAX_INTERVALS = 4096  # intervals of rows in the table of one launch
 
@@ -198,7 +199,7 @@ def grouped_matmul(
     if ready is not None and (not out.numel() or sources % len(ready.flags) or len(own) > 1 or len(lead) > 1):
         raise ValueError(f"{len(ready.flags)} flags for {sources} sources of {x.shape[-2]} rows")
     rows, columns = out.shape[-2:]
-    tile = _tile(sources * rows // groups, x.dtype)
+    tile = _tile(rows // groups, x.element_size())
     device = check_device(out=out, x=x, w=w, offsets=offsets, index=index, own_rows=own_rows)
     sms = limits(device).sms - (0 if ready is None else ready.reserved_sms)
     most = (-(-rows // tile["BM"]) + groups + 2) * sources * -(-columns // tile["BN"])
@@ -259,12 +260,9 @@ def grouped_matmul_by_blocks(
         out.copy_(dense)
 
 
-def _tile(rows: int, dtype: torch.dtype) -> dict[str, int]:
-    """Return the tile and the options of a launch, for groups of about so many rows."""
+def _tile(rows: int, itemsize: int) -> dict[str, int]:
+    """Return the tile and the options of a launch, for groups of about so many rows of a source."""
     if INTERPRETED:
         return {"BM": 16, "BN": 32, "BK": 16}
-    if dtype == torch.float32:
-        return {"BM": 64, "BN": 64, "BK": 32, "num_warps": 4, "num_stages": 3}
-    if rows <= 64:
-        return {"BM": 64, "BN": 128, "BK": 64, "num_warps": 4, "num_stages": 4}
-    return {"BM": 128, "BN": 256, "BK": 64, "num_warps": 8, "num_stages": 3}
+    tile = grouped_tile(rows, itemsize)
+    return {"BM": tile.m, "BN": tile.n, "BK": tile.k, "num_warps": tile.warps, "num_stages": tile.stages}

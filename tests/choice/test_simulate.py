@@ -470,6 +470,71 @@ def test_aten_is_charged_for_every_pass_of_a_sum_with_own_rows_in_another_buffer
     assert times["cublas"] == times["triton"] == pytest.approx(times["aten"] * 6 / 22)
 
 
+def experts(count: int, tokens: int, sources: int = 2) -> hi.Program:
+    """Return a program on one rank that multiplies `tokens` rows of each source by one of `count` matrices."""
+    inputs = (
+        f"%x: bf16[{sources}, {tokens}, 4096], %w: bf16[{count}, 4096, 2048], %offsets: i32[{sources}, {count + 1}]"
+    )
+    return hi.parse(f"""hostir 1
+mesh @mesh [didx] = 0
+program @p({inputs}) -> (%y) {{
+  %y: bf16[{sources}, {tokens}, 2048] = allocate
+  grouped_matmul %x, %w by %offsets -> %y
+}}
+""")
+
+
+def of_experts(count: int, tokens: int, sources: int = 2) -> float:
+    return estimates(experts(count, tokens, sources), {}, H200)[GRAPH]
+
+
+def test_a_grouped_matmul_reads_all_matrices_and_its_tiles_hold_rows_of_one_group_of_one_source() -> None:
+    (task,) = [t for t in tasks_of(experts(8, 1000), {}) if isinstance(t.work, Gemm)]
+    assert task.work == Gemm(125, 2048, 4096, "bf16", batches=16, matrices=8, grouped=True)
+    assert flops([task]) == 2 * 16 * 125 * 2048 * 4096
+    matrices = 128 * 4096 * 2048 * 2  # bytes
+    assert of_experts(128, 64) > matrices / H200.memory / 1e3
+    assert of_experts(128, 64) > 3 * of_experts(8, 64)
+    assert of_experts(64, 8320) > 1.2 * of_experts(64, 16640, sources=1)  # more groups, and so more partly empty tiles
+    many = of_experts(8, 16384, sources=1)
+    assert many == pytest.approx(of_experts(1, 16384, sources=1), rel=0.1)
+
+
+@pytest.mark.parametrize(("experts", "fastest"), [(4, "fused"), (256, "sequential")])
+def test_gathered_rows_are_multiplied_as_they_arrive_unless_matrices_would_be_read_too_often(
+    experts: int, fastest: str
+) -> None:
+    with hi.Fusion("experts") as fusion:
+        x, order = hi.tensor("x", [4, 1024, 2048], "bf16"), hi.tensor("order", [4, 2048], "i32")
+        rows = hi.permute_rows(x, order)
+        w, offsets = hi.tensor("w", [experts, 2048, 8192], "bf16"), hi.tensor("offsets", [4, experts + 1], "i32")
+        y = hi.grouped_matmul(rows, w, offsets)
+        fusion.output(y)
+    mesh = hi.DeviceMesh(range(4))
+    x.shard(0, mesh)
+    w.shard(2, mesh)
+    y.shard(2, mesh)
+    rows.set_device_mesh(mesh)
+    choice = decide(fusion.program(), reference(H200, 4), {}, "triton")
+    assert {t.candidate.strategy for t in choice.timings} >= {"sequential", "ring", "fused", "push"}
+    assert choice.taken.strategy == fastest
+
+
+def test_products_of_matrices_in_pairs_and_gradients_of_experts_count_all_their_matrices() -> None:
+    program = hi.parse("""hostir 1
+mesh @mesh [didx] = 0
+program @p(%a: f32[3, 5, 16, 8], %b: f32[3, 5, 8, 4], %x: f32[2, 40, 8], %g: f32[2, 40, 4], %o: i32[2, 6]) -> (%c, %d) {
+  %c: f32[3, 5, 16, 4] = allocate
+  batched_matmul %a, %b -> %c
+  %d: f32[5, 8, 4] = allocate
+  grouped_outer %x, %g by %o -> %d
+}
+""")
+    works = [t.work for t in tasks_of(program, {}) if isinstance(t.work, Gemm)]
+    pairs = Gemm(16, 4, 8, "f32", batches=15, matrices=15)
+    assert works == [pairs, Gemm(8, 4, 16, "f32", batches=5, matrices=5)]
+
+
 def test_a_simulation_is_freed_after_its_run() -> None:
     tasks = tasks_of(hi.lower(patterns.allgather_matmul_rows(2), "ring"), {"M": 64, "K": 64, "N": 64})
     costs = Costs(H200, "triton", flops(tasks))

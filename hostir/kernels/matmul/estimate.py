@@ -125,11 +125,11 @@ def _work(tile: Tile, gemm: Gemm, sms: int, rates: Rates, arrivals: Sequence[flo
 
 
 def _loading(grid: Grid, tile: Tile, gemm: Gemm, rates: Rates) -> float:
-    """Return the time in microseconds to load the right operand from memory.
+    """Return the time in microseconds to load the right operands from memory.
 
-    If the operand stays in L2, the time is 0. Otherwise the operand is loaded again for each block.
+    If they stay in L2, the time is 0. Otherwise they are loaded again for each block.
     """
-    right = gemm.n * gemm.k * gemm.itemsize
+    right = gemm.matrices * gemm.n * gemm.k * gemm.itemsize
     times = min(grid.blocks, grid.batches * -(-grid.rows // tile.m)) if right > IN_L2 else 0
     return times * right / rates.read / 1e3
 

@@ -31,6 +31,8 @@ class Gemm:
             copy them.
         result: the bytes of an element of the result; None if elements of the result and of operands have the same
             size.
+        matrices: the number of right sides `[k, n]`. Each is multiplied by equally many batches.
+        grouped: True for `hostir.kernels.grouped`. The batches are groups of rows, and `m` is their mean size.
     """
 
     m: int
@@ -42,11 +44,18 @@ class Gemm:
     separate: bool = False
     overlapped: bool = False
     result: int | None = None
+    matrices: int = 1
+    grouped: bool = False
 
     @property
     def itemsize(self) -> int:
         """The bytes of an element of an operand."""
         return 1 if self.dtype.startswith("f8") else DTYPES[self.dtype.removeprefix("t")].bytes
+
+    @property
+    def rows(self) -> int:
+        """The number of rows of all batches."""
+        return self.batches * self.m
 
 
 @dataclass(frozen=True)
@@ -182,8 +191,24 @@ _POINTERS_8_BIT = (
     Tile(64, 64, 64, stages=3, warps=4, rate=0.5),
 )
 
+# Tiles of grouped matmuls, whose loads use pointers. Their rates are guesses.
+_GROUPED_16_BIT = Tile(128, 256, 64, stages=3, warps=8, rate=0.75)
+_GROUPED_FEW_ROWS = Tile(64, 128, 64, stages=4, warps=4, rate=0.55)
+_GROUPED_32_BIT = Tile(64, 64, 32, stages=3, warps=4)
+FEW_ROWS = 64  # groups of at most so many rows get lower tiles
+
 # In Triton's interpreter an operation costs the same for any size. With a small tile, small tests have partial tiles.
 INTERPRETER = Tile(32, 32, 32, stages=1, warps=1, group=2)
+
+
+def grouped_tile(rows: int, itemsize: int) -> Tile:
+    """Return the tile of a grouped matmul, for groups of about `rows` rows, and operands with so many bytes an element.
+
+    A tile holds rows of a single group of a single source.
+    """
+    if itemsize == 4:
+        return _GROUPED_32_BIT
+    return _GROUPED_FEW_ROWS if rows <= FEW_ROWS else _GROUPED_16_BIT
 
 
 @functools.lru_cache(maxsize=256)
