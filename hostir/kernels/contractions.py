@@ -1,8 +1,8 @@
 """The Triton kernels in the tables of `hostir.kernels.table`.
 
-They compute contractions (matmul, linear and scaled matmul), sums, fp8 scales, quantized rows, and RMS norms. Further
-kernels for contractions and sums work on blocks of rows: they wait for the flag of each block before they read it, and
-they raise a flag after each block that they write.
+They compute contractions (matmul, linear and scaled matmul), products of rows in groups, rows by an index, sums, fp8
+scales, quantized rows, and RMS norms. Further kernels for contractions and sums work on blocks of rows: they wait for
+the flag of each block before they read it, and they raise a flag after each block that they write.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from hostir.ir.source import error
 from hostir.kernels import aten
-from hostir.kernels.grouped_library import grouped_by_library, takes_grouped
+from hostir.kernels.grouped_library import grouped_by_library, outer_by_library, takes_grouped
 from hostir.kernels.layout import collapse, rows, with_all_rows
 from hostir.kernels.repeats import ATEN, Again, Kernel
 from hostir.kernels.scaled import readable
@@ -310,7 +310,25 @@ def _rms_norm(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None = 
     rms_norm(out, x, weight, eps=eps)
 
 
-BY_ROWS: Mapping[str, Kernel] = {"row_scales": _row_scales, "quantize": _quantize, "rms_norm": _rms_norm}
+def _permute_rows(out: torch.Tensor, x: torch.Tensor, index: torch.Tensor) -> None:
+    from hostir.kernels.rows_by_index import permute_rows
+
+    permute_rows(out, x, index)
+
+
+def _combine_rows(out: torch.Tensor, y: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> None:
+    from hostir.kernels.rows_by_index import combine_rows
+
+    combine_rows(out, y, index, weights)
+
+
+BY_ROWS: Mapping[str, Kernel] = {
+    "row_scales": _row_scales,
+    "quantize": _quantize,
+    "rms_norm": _rms_norm,
+    "permute_rows": _permute_rows,
+    "combine_rows": _combine_rows,
+}
 
 
 def _grouped_matmul(
@@ -351,8 +369,33 @@ def grouped_matmul_by_blocks(
     grouped.grouped_matmul_by_blocks(out, x, w, offsets, index, ready=ready, own_rows=own_rows)
 
 
+def _grouped_outer(
+    out: torch.Tensor, x: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor, addend: torch.Tensor | None = None
+) -> None:
+    from hostir.kernels.outer import grouped_outer
+
+    grouped_outer(out, x, y, offsets, addend)
+
+
+def grouped_outer_of_either(
+    out: torch.Tensor, x: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor, addend: torch.Tensor | None = None
+) -> None:
+    """Compute sums of outer products by `torch._grouped_mm` if it supports the operands, else in Triton."""
+    from hostir.kernels.devices import only_loads
+
+    if addend is not None or offsets.ndim > 1 or not takes_grouped(out, x.t(), y):
+        _grouped_outer(out, x, y, offsets, addend)
+    elif not only_loads():
+        outer_by_library(out, x, y, offsets)
+
+
+GROUPED_OF_EITHER: Mapping[str, Kernel] = {
+    "grouped_matmul": grouped_matmul_of_either,
+    "grouped_outer": grouped_outer_of_either,
+}
+IN_GROUPS: Mapping[str, Kernel] = {"grouped_matmul": _grouped_matmul, "grouped_outer": _grouped_outer}
 GROUPED_BY_BLOCKS: Mapping[str, Kernel] = {"grouped_matmul_by_blocks": grouped_matmul_by_blocks}
-GROUPED: tuple[Kernel, ...] = (_grouped_matmul, grouped_matmul_of_either, grouped_matmul_by_blocks)
+GROUPED: tuple[Kernel, ...] = (*GROUPED_OF_EITHER.values(), *IN_GROUPS.values(), grouped_matmul_by_blocks)
 
 
 def sum_of_few(
@@ -406,4 +449,4 @@ def triton_kernels(device_type: str) -> dict[str, Kernel]:
             hint=f"set it, or {ATEN}",
         )
 
-    return {**WITHOUT_FLAGS, "sum": sum_by_blocks, **BY_ROWS, "grouped_matmul": _grouped_matmul}
+    return {**WITHOUT_FLAGS, "sum": sum_by_blocks, **BY_ROWS, **IN_GROUPS}

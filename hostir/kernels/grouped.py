@@ -58,7 +58,8 @@ def _intervals(
 
 
 @triton.jit
-def _dot(x, y, acc):
+def dot(x, y, acc):
+    """Return `x @ y + acc`, in f32 without rounding of f32 operands."""
     if _INTERPRETED:
         return tl.dot(to_float32(x), to_float32(y), acc, input_precision="ieee")
     else:
@@ -155,7 +156,7 @@ def _grouped_matmul_kernel(
             far = k.to(tl.int64)
             a = tl.load(left + far[None, :] * x_column, mask=in_rows & (k < K)[None, :], other=0.0)
             b = tl.load(right + far[:, None] * w_row, mask=in_columns & (k < K)[:, None], other=0.0)
-            acc = _dot(a, b, acc)
+            acc = dot(a, b, acc)
         at = out + source * out_source + row * out_row + column * out_column
         tl.store(at, from_float32(acc, out.dtype.element_ty), mask=in_rows & in_columns)
 

@@ -13,8 +13,8 @@ from hostir.kernels.contractions import (
     BY_BLOCKS,
     BY_ROWS,
     GROUPED_BY_BLOCKS,
+    GROUPED_OF_EITHER,
     PUSHED,
-    grouped_matmul_of_either,
     scaled_matmul_of_either,
     sum_by_blocks,
     sum_of_few,
@@ -31,11 +31,12 @@ def kernel_table(policy: str, device_type: str) -> Mapping[str, Kernel]:
     Call a kernel as `table[name](out, *operands, **options)`, with the options of the statement. The policies:
 
     - `aten`: ATen computes everything. It calls cuBLAS for contractions on `cuda`.
-    - `cublas`: Triton kernels compute sums of few tensors, sums with flags, RMS norms, fp8 scales, quantized rows, and
-      the grouped matmuls that `torch._grouped_mm` does not support. ATen computes the rest.
+    - `cublas`: Triton kernels compute sums of few tensors, sums with flags, RMS norms, fp8 scales, quantized rows,
+      rows by an index, and the products of rows in groups that `torch._grouped_mm` does not support. ATen computes the
+      rest.
     - `auto`: the same as `cublas`, but Triton kernels also compute contractions with flags.
-    - `triton`: Triton kernels compute contractions, grouped matmuls, sums, RMS norms, fp8 scales, and quantized rows.
-      ATen computes the rest.
+    - `triton`: Triton kernels compute contractions, products of rows in groups, rows by an index, sums, RMS norms, fp8
+      scales, and quantized rows. ATen computes the rest.
 
     On a CPU, or without Triton, `cublas` and `auto` are the same as `aten`. On `cuda`, ATen lacks some fp8 products. If
     Triton is installed, Triton kernels compute these products with every policy. Raises HostIRError for an unknown
@@ -70,8 +71,7 @@ def kernel_table(policy: str, device_type: str) -> Mapping[str, Kernel]:
     if policy == "aten":
         return scaled
     by_blocks = BY_BLOCKS if policy == "auto" else {"sum_by_blocks": sum_by_blocks}
-    grouped = {"grouped_matmul": grouped_matmul_of_either}  # ATen's loop waits for the offsets
-    return {**scaled, "sum": sum_of_few, **BY_ROWS, **grouped, **by_blocks}
+    return {**scaled, "sum": sum_of_few, **BY_ROWS, **GROUPED_OF_EITHER, **by_blocks}  # ATen waits for offsets
 
 
 def kernels_for(table: Mapping[str, Kernel], result: torch.dtype) -> Mapping[str, Kernel]:

@@ -20,8 +20,11 @@ from hostir.kernels.matmul.kernel import Bias, Constants, Scales, Strides, Works
 from hostir.kernels.matmul.matmul import EXACT_RUN
 from hostir.kernels.matmul.tiles import Tile, candidates
 from hostir.kernels.norm import _rms_norm_kernel
+from hostir.kernels.outer import _grouped_outer_kernel
+from hostir.kernels.outer import _tile as outer_tile
 from hostir.kernels.quantize import _quantize_kernel, _row_scales_kernel
 from hostir.kernels.reduce import SumConstants, SumPart, sum_kernel
+from hostir.kernels.rows_by_index import _combine_rows_kernel
 from tests.kernels.hopper import SHARED_MEMORY, TARGET, counted, hopper, inputs_of
 
 WAITING = ("flags", "timeouts", "epoch", "blocks", "polls")
@@ -536,14 +539,63 @@ def test_a_grouped_matmul_of_16_bits_uses_tensor_cores_asynchronously_and_spills
     signature |= {"x": "*bf16", "w": "*bf16", "out": "*bf16", "offsets": "*i32"}
     signature |= {"own_rows": "*bf16", "flags": "*i64", "timeouts": "*i64"} if waits else {}
     varying = ("sources", "groups", "rows", "epoch", "first", "blocks", "polls")
+
+
+def aligned_source(kernel, constants, pointers, varying=()):
+    """Return the source of a kernel whose numbers, except `varying`, and addresses are multiples of 16."""
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}
     aligned = {
         (i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n][0] in "*i" and n not in varying
     }
-    source = ASTSource(_grouped_matmul_kernel, signature, constexprs=constants, attrs=aligned)
+    return ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("indexed", [False, True])
+@pytest.mark.parametrize("rows", [16, 512])
+def test_a_grouped_matmul_of_16_bits_uses_tensor_cores_asynchronously_and_spills_nothing(rows, indexed, waits):
+    tile = _tile(rows, 2)
+    options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
+    constants = {"INTERVALS": 128, **tile, "READY": waits, "OWN": waits, "INDEX": indexed, "FLAGS": 8 if waits else 1}
+    constants |= {} if waits else {"own_rows": None, "flags": None, "timeouts": None}
+    constants |= {} if indexed else {"index": None}
+    constants |= dict.fromkeys(("x_column", "w_column", "out_column", "offsets_step", "index_step"), 1)
+    pointers = dict.fromkeys(("x", "w", "out", "own_rows"), "*bf16") | dict.fromkeys(("flags", "timeouts"), "*i64")
+    pointers |= {"offsets": "*i32", "index": "*i32"}
+    varying = ("sources", "groups", "rows", "tokens", "epoch", "first", "blocks", "polls")
+    source = aligned_source(_grouped_matmul_kernel, constants, pointers, varying)
     kernel = triton.compile(source, target=TARGET, options=options)
     assert "wgmma.mma_async" in kernel.asm["ptx"]
     assert "cp.async.cg.shared.global" in kernel.asm["ptx"]
     assert kernel.metadata.shared <= SHARED_MEMORY
+    assert kernel.metadata.spilled == 0
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_sums_of_outer_products_of_16_bits_use_tensor_cores_asynchronously_and_spill_nothing(adds):
+    tile = outer_tile(torch.bfloat16)
+    options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
+    constants = {**tile, **dict.fromkeys(("x_column", "y_column", "out_column", "addend_column", "offsets_step"), 1)}
+    constants |= {} if adds else {"addend": None}
+    pointers = dict.fromkeys(("x", "y", "out", "addend"), "*bf16") | {"offsets": "*i32"}
+    source = aligned_source(_grouped_outer_kernel, constants, pointers, ("sources", "rows"))
+    kernel = triton.compile(source, target=TARGET, options=options)
+    assert "wgmma.mma_async" in kernel.asm["ptx"]
+    assert "cp.async.cg.shared.global" in kernel.asm["ptx"]
+    assert kernel.metadata.shared <= SHARED_MEMORY
+    assert kernel.metadata.spilled == 0
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_rows_by_an_index_move_16_bytes_at_a_time_and_spill_nothing(weighted):
+    constants = {"WIDTH": 4096, **dict.fromkeys(("y_column", "index_column", "weights_column", "out_column"), 1)}
+    constants |= {} if weighted else {"weights": None}
+    pointers = {"y": "*bf16", "out": "*bf16", "index": "*i32", "weights": "*fp32"}
+    source = aligned_source(_combine_rows_kernel, constants, pointers, ("sums", "rows", "addends"))
+    kernel = triton.compile(source, target=TARGET, options={"num_warps": 8})
+    assert re.search(r"ld\.global\.(v4\.b32|v2\.b64)", kernel.asm["ptx"])
+    assert re.search(r"st\.global\.(v4\.b32|v2\.b64)", kernel.asm["ptx"])
     assert kernel.metadata.spilled == 0
 
 

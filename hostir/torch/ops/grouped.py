@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hostir.ir.program import Program
-from hostir.kernels import aten
+from hostir.kernels.table import kernel_table
 from hostir.torch.ops import collectives
 from hostir.torch.ops.fusions import fusion, type_of
 from hostir.torch.ops.gradients import refuse_twice
@@ -203,7 +203,7 @@ def grouped_outer(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     """
     out = x.new_empty(offsets.shape[1] - 1, x.shape[2], y.shape[2])
     if not THREAD.tracing:
-        aten.grouped_outer(out, x, y, offsets)
+        kernel_table("auto", x.device.type)["grouped_outer"](out, x, y, offsets)
     return out
 
 
