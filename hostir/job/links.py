@@ -282,8 +282,8 @@ class Links:
         """Process a line that has arrived over a connection.
 
         On rank 0, the first line of each connection holds the token, the number of the other rank and the name of its
-        host. All later lines hold events of that rank. The other ranks receive the events that rank 0 forwards. Raise a ValueError if the
-        first line on rank 0 does not have the right token.
+        host. All later lines hold events of that rank. The other ranks receive the events that rank 0 forwards. Raise a
+        ValueError if the first line on rank 0 does not have the right token.
         """
         if self.rank:
             self.events.append(RankEvent(*line))

@@ -79,7 +79,7 @@ def _finish_row(
     LIMIT: tl.constexpr,
     LEAST: tl.constexpr,
 ):
-    """Add the residual to a row of rounded sums, normalize it, quantize it, and store what has a place: see `RowTensors`."""
+    """Add the residual to a row of rounded sums, normalize it, quantize it, and store the results: see `RowTensors`."""
     total = to_float32(from_float32(total + to_float32(residual.to(FLOAT, bitcast=True)), FLOAT))
     if added is not None:
         tl.store(added + at, from_float32(total, FLOAT).to(residual.dtype, bitcast=True), mask=mask)

@@ -85,8 +85,9 @@ def every_pattern_is_right() -> None:
             try:
                 program = stated(pattern)
                 hi.lower(program, strategy)
-            except hi.HostIRError as reason:
-                assert IN_HOST == 1, reason
+            except hi.HostIRError:
+                if IN_HOST > 1:
+                    raise
                 continue
             check(program, strategy)
 
@@ -103,7 +104,8 @@ def memory_is_not_shared_across_hosts() -> None:
     inputs = random_inputs(program, {}, seed=1)
     message = refusal(lambda: hi.run(program, *inputs))
     assert f"ranks 0 and {IN_HOST} of @allgather_matmul run on different hosts, which share no memory" in message
-    assert "rank" in message and ": first; rank" in message and ": second" in message, message
+    for part in ("rank", ": first; rank", ": second"):
+        assert part in message, message
     assert "'hierarchical' on hi.DeviceMesh(..., hosts=2)" in message
 
 

@@ -525,22 +525,6 @@ def test_one_kernel_sums_and_normalizes_moves_16_bytes_at_a_time_and_spills_noth
     assert compiled.metadata.spilled == 0
 
 
-@pytest.mark.parametrize("waits", [False, True])
-@pytest.mark.parametrize("rows", [16, 512])
-def test_a_grouped_matmul_of_16_bits_uses_tensor_cores_asynchronously_and_spills_nothing(rows, waits):
-    names = _grouped_matmul_kernel.arg_names
-    tile = _tile(rows, torch.bfloat16)
-    options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
-    constants = {"INTERVALS": 128, **tile, "READY": waits, "OWN": waits, "FLAGS": 8 if waits else 1}
-    if not waits:
-        constants |= {"own_rows": None, "flags": None, "timeouts": None}
-    constants |= dict.fromkeys(("x_column", "w_column", "out_column", "offsets_step"), 1)
-    signature = {name: "constexpr" if name in constants else "i32" for name in names}
-    signature |= {"x": "*bf16", "w": "*bf16", "out": "*bf16", "offsets": "*i32"}
-    signature |= {"own_rows": "*bf16", "flags": "*i64", "timeouts": "*i64"} if waits else {}
-    varying = ("sources", "groups", "rows", "epoch", "first", "blocks", "polls")
-
-
 def aligned_source(kernel, constants, pointers, varying=()):
     """Return the source of a kernel whose numbers, except `varying`, and addresses are multiples of 16."""
     names = kernel.arg_names
