@@ -225,7 +225,8 @@ LAYOUTS = {2: symbolic.LAYOUTS[:2], 3: symbolic.LAYOUTS[2:-1]}  # by ranks: each
 def test_no_rows_and_inputs_of_any_strides_are_right_in_every_order(
     pattern: Callable[..., hi.Fusion], ranks: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    programs = [p for _, p in symbolic.lowered(pattern, ranks) if not needs_nccl(p)]
+    lowered = [p for _, p in symbolic.lowered(pattern, ranks) if not needs_nccl(p)]
+    programs = [*{str(p): p for p in lowered}.values()]  # without a reduce_scatter, `chain` is `ring`
     assert len(programs) == 3
     for seed, program in enumerate(programs):
         check_calls(program, gpus, seed, monkeypatch, sizes={"M": 0})
