@@ -196,8 +196,8 @@ class Subject(ABC):
         """Return this rank's parts of the fusion's inputs."""
 
     @abstractmethod
-    def out(self, slices: int) -> torch.Tensor:
-        """Return the tensor for this rank's part of the result."""
+    def out(self, slices: int) -> torch.Tensor | Sequence[torch.Tensor]:
+        """Return the tensor for this rank's part of the result, or a tensor for each output of the fusion."""
 
     def about(self) -> Result:
         """Return further entries for the result of the row."""
@@ -336,7 +336,11 @@ def name_of(choice: hi.Choice) -> str:
 
 
 def with_out(
-    name: str, executor: hi.Executor, inputs: Sequence[torch.Tensor], out: torch.Tensor, mode: str
+    name: str,
+    executor: hi.Executor,
+    inputs: Sequence[torch.Tensor],
+    out: torch.Tensor | Sequence[torch.Tensor],
+    mode: str,
 ) -> Candidate:
     """Return a candidate that calls an executor with `out=`.
 
@@ -351,7 +355,7 @@ def with_out(
         return Candidate(name, mode, True, call, executor=executor)
     if replayed_by_caller(executor):
         return Candidate(name, mode, True, replayed(call))
-    candidate = warmed(lambda: Candidate(name, mode, True, call), out.device)
+    candidate = warmed(lambda: Candidate(name, mode, True, call), inputs[0].device)
     return candidate if executor.graph_refusal is None else Candidate(name, mode, True, replayed(call))
 
 

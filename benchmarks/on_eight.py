@@ -209,6 +209,7 @@ PARTS = (
         rows="70B",
     ),
     comparison("alone", 45, "reshard", "reshard"),
+    comparison("norm", 45, "all_reduce_norm", "all_reduce_norm"),
     comparison("decode", 60, "matmul_all_reduce", "decode", options=["--decode"], file="decode"),
     comparison(
         *("departures", 45, "matmul_reduce_scatter", "departures"),

@@ -28,7 +28,7 @@ from benchmarks.comparison import Judge, Subject, Work, compare, options_parser,
 from benchmarks.harness import synchronize
 from benchmarks.matmul_all_reduce import PARTS, REDUCTIONS, by_nccl, one_shot
 from benchmarks.matmul_reduce_scatter import low_contention
-from benchmarks.scores import ONE_SHOT, Row
+from benchmarks.scores import NCCL, ONE_SHOT, Row
 from hostir.job.session import Session
 
 PARTIAL = """hostir 1
@@ -81,7 +81,7 @@ class Scattered(Subject):
         return {"nccl": self.by_nccl}
 
     def peers(self) -> Mapping[str, Callable[[], torch.Tensor]]:
-        return {"NCCL": self.by_nccl, "torch": self.by_torch}
+        return {NCCL: self.by_nccl, "torch": self.by_torch}
 
     def by_nccl(self) -> torch.Tensor:
         dist.reduce_scatter_tensor(self.y, self.x)
@@ -149,7 +149,7 @@ class Summed(Scattered):
         return {name: partial(reduce, self.zeros) for name, reduce in zip(PARTS, REDUCTIONS.values(), strict=True)}
 
     def peers(self) -> Mapping[str, Callable[[], torch.Tensor]]:
-        return {"NCCL": partial(self.copied, by_nccl), ONE_SHOT: partial(one_shot, self.x)}
+        return {NCCL: partial(self.copied, by_nccl), ONE_SHOT: partial(one_shot, self.x)}
 
     def copied(self, reduce: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """Copy `x`, and return the result of an in-place reduction of the copy."""

@@ -13,7 +13,7 @@ EAGER, GRAPH = "eager", "graph"
 MODES = (EAGER, GRAPH)
 COMPILED = "hi.compile"  # the candidate that `hi.compile` chooses in its first calls
 CAPTURED = "hi.compile, second call captured"
-BY_HAND, TORCH = "NCCL + cuBLAS", "torch fused"  # peers
+BY_HAND, NCCL, TORCH = "NCCL + cuBLAS", "NCCL", "torch fused"  # peers
 ONE_SHOT, TWO_SHOT = "torch one-shot", "torch two-shot"
 HOSTIR = "hostir"  # the candidate that calls a function of hostir.torch
 NVFUSER = "nvFuser"
@@ -232,8 +232,12 @@ def _moe_target(row: Result) -> Target:
 def _reshard_target(row: Result) -> Target:
     if row["model"] == "all_reduce":
         return OF_BEST_PEER, GOAL_OF_BEST_PEER
-    nccl = {name: t for name, t in row["times"].items() if name == "NCCL"}
+    nccl = {name: t for name, t in row["times"].items() if name == NCCL}
     return _peer_target(row, (fastest(nccl, ours=False, modes=modes_of(row)), 1.0, 1.1))
+
+
+def _norm_target(row: Result) -> Target:
+    return _peer_target(row, (fastest(row["times"], ours=False, modes=modes_of(row)), 1.05, 1.3))
 
 
 def _peer_target(row: Result, *factors: tuple[tuple[str, str, float] | None, float, float]) -> Target:
@@ -337,6 +341,14 @@ BENCHMARKS = {
         {"reduce_scatter": (16384, 0), "all_gather": (8192, 0), "all_reduce": (8192, 0)},
         {"reduce_scatter": (8192,), "all_gather": (4096, 16384), "all_reduce": (1, 16, 64, 512, 4096)},
         _reshard_target,
+    ),
+    "all_reduce_norm": Benchmark(
+        "All-reduce + residual + RMS norm",
+        "all-reduce",
+        "M,N,-",
+        {f"N={n}": (n, 0) for n in (4096, 8192)},
+        dict.fromkeys(("N=4096", "N=8192"), (1, 16, 64, 128, 256)),
+        _norm_target,
     ),
     "torch_operators": Benchmark(
         "Functions for torch",

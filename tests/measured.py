@@ -44,6 +44,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "torch_operators": ("torch_operators",),
 }
 OTHERS = {
+    "all_reduce_norm": "compares a sum with its residual and norm; it has not been run on GPUs",
     "chart": "draws the results of other benchmarks",
     "moe": "compares mixtures of experts; it has not been run on GPUs",
     "generate": "decodes with a cache; it has not been run on GPUs",

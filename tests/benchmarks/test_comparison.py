@@ -23,6 +23,7 @@ from benchmarks.scores import (
     COMPILED,
     HOSTIR,
     MOE_FACTORS,
+    NCCL,
     ODD,
     ONE_SHOT,
     TORCH,
@@ -60,6 +61,8 @@ RUNS = {
     "mlp_2": "mlp --rows 8B:2048 --only sequential,fused",
     "mlp_gated_2": "mlp --rows 8B:2048 --only sequential,fused --gated",
     "reshard_2": "reshard --only sequential,push --rows reduce_scatter,all_gather,all_reduce:64",
+    "all_reduce_norm_2": "all_reduce_norm --only sequential,push --rows N=4096:64,N=8192:256",
+    "all_reduce_norm_fp8_2": "all_reduce_norm --only sequential --rows N=4096:128 --fp8",
     "torch_operators_2": f"torch_operators --rows {','.join(f'{name}:4096' for name in TRAINED)}",
     "moe_2": f"moe --shrink 32 --rows {MIXTURES} --only sequential,ring",
     "allgather_matmul_2": "allgather_matmul --rows 8B:2048",
@@ -207,6 +210,24 @@ def test_a_route_sorts_rows_by_expert_and_back() -> None:
     assert torch.equal(route.by_token(route.sort(rows)), rows.flatten(1, 2))
     tokens = torch.arange(4).view(1, 4, 1, 1).expand(3, 4, 2, 1)
     assert torch.equal(route.sort(tokens)[..., 0].int(), route.order)
+
+
+@on_ranks
+def test_a_full_run_of_all_reduce_norm(folder: Path) -> None:
+    rows, _ = measured(folder, "all_reduce_norm_2")
+    assert [(row["model"], row["M"], row["N"]) for row in rows] == [("N=4096", 1, 64), ("N=8192", 4, 128)]
+    for row in rows:
+        assert right(row) == {NCCL, COMPILED, "sequential", "push"}
+        assert took_part(row) == {NCCL, ONE_SHOT, TWO_SHOT, "one_shot", "two_shot", COMPILED, "sequential", "push"}
+        assert row["floor_us"] == row["nccl_us"]
+    (row,), _ = measured(folder, "all_reduce_norm_fp8_2")
+    assert (row["M"], row["fp8"]) == (2, True)
+    assert right(row) == {NCCL, COMPILED, "sequential"}
+
+
+def test_a_norm_behind_a_sum_must_beat_the_best_peer() -> None:
+    row = scored(figures("all_reduce_norm", Row("N=4096", 64, 4096, 0)))
+    assert (row["must"], row["goal"], row["met"]) == (0.84, 1.04, True)
 
 
 @on_ranks

@@ -17,6 +17,7 @@ import torch
 
 import hostir as hi
 from benchmarks import (
+    all_reduce_norm,
     allgather_matmul,
     arrivals,
     matmul_all_reduce,
@@ -28,8 +29,10 @@ from benchmarks import (
 )
 from benchmarks.scores import BENCHMARKS, LARGE, Row
 from examples import patterns
+from hostir.ir.comm_ops import LOW_LATENCY
 from hostir.ir.source import HostIRError
 from hostir.lower import STRATEGIES
+from hostir.lower.strategies import BY
 from hostir.torch.ops.all_gather_matmul import gather_fusion
 from hostir.torch.ops.matmul_reduce_scatter import rows_fusion
 from tests.gpu.torchrun_patterns import every_pattern, names_of, sizes_for
@@ -38,6 +41,7 @@ RANKS = (2, 8)
 EMULATED = 8  # ranks of a job; each of two GPUs runs the part of one rank
 # More worker streams change kernels only of strategies in which kernels signal while other streams copy.
 STREAMS = [(s, n) for s, each in STRATEGIES.items() for n in each.stream_counts if n in (each.stream_counts[0], 2)]
+STREAMS.append((BY[LOW_LATENCY], 1))
 SCALES = (("rows", True), ("rows", False), ("tensor", True), ("blocks", False))  # and True if tensor cores add up
 Source = Callable[[], hi.Fusion | hi.Program]
 
@@ -76,12 +80,12 @@ class Case:
 
 
 def lowered(
-    name: str, source: Source, kernels: Sequence[str], strategies: Sequence[str] = tuple(STRATEGIES), **more: Any
+    name: str, source: Source, kernels: Sequence[str], strategies: Sequence[str] = (), **more: Any
 ) -> Iterator[Case]:
-    """Yield a fusion with each of the strategies."""
+    """Yield a fusion with each of the strategies, by default with all strategies that load kernels of hostir."""
     once = functools.cache(source)
     for (strategy, streams), policy in itertools.product(STREAMS, kernels):
-        if strategy in strategies:
+        if not strategies or strategy in strategies:
             how = f"{strategy}{' 2 streams' * (streams > 1)} {policy}"
             yield Case(f"{name}: {how}", once, policy, strategy, streams, **more)
 
@@ -138,6 +142,9 @@ def subjects(name: str, row: Row, ranks: int) -> Iterator[tuple[str, Any]]:
         kinds = {"reduce_scatter": reshard.Scattered, "all_gather": reshard.Gathered, "all_reduce": reshard.Summed}
         rows = row.M if row.model == "all_reduce" else row.M // ranks
         yield "", subject(kinds[row.model], row, ranks, y=range(rows))
+    elif name == "all_reduce_norm":
+        for fp8 in (False, True):
+            yield " fp8" * fp8, subject(all_reduce_norm.NormedSum, row, ranks, fp8=fp8)
     else:
         benchmark = scaled_matmul.Gathered if name == "scaled_gather" else scaled_matmul.Scattered
         for scales, fast in SCALES:
@@ -152,7 +159,7 @@ def of_rows() -> Iterator[Case]:
     for name, ranks in itertools.product([name for name in BENCHMARKS if name not in texts], RANKS):
         policies = ("triton", "aten") if name.startswith("scaled") else ("triton",)
         for row in BENCHMARKS[name].rows():
-            if row.M % ranks and name not in ("all_reduce", "decode"):
+            if row.M % ranks and name not in ("all_reduce", "all_reduce_norm", "decode"):
                 continue
             for words, each in subjects(name, row, ranks):
                 what = f"{name} {row}{words} on {ranks}"
