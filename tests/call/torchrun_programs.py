@@ -9,6 +9,7 @@ from hostir.ir import parse
 from hostir.ir.comm_ops import Implemented
 from hostir.ir.op import Statement
 from hostir.ir.program import Program, rewrite
+from hostir.lower.strategies import lower
 from tests.call import programs
 
 SIZE = int(os.environ["WORLD_SIZE"])
@@ -72,6 +73,26 @@ program @row_scattered(%a: {dtype}[4, {n}, 16, {k}@didx], %b: {dtype}[{k}@didx, 
   free %p
 }}
 """)
+
+
+def residual_norm(dtype: str, columns: int, *, scattered: bool, fp8: bool) -> Program:
+    """A sum by `low_latency`, a residual, an RMS norm and perhaps a quantization, which one kernel may carry out."""
+    k, M = 16 * SIZE, "M@didx" if scattered else "M"
+    rows = f"{dtype}[{M}, {columns}]"
+    quantized = f"""  %s: f32[{M}, 1] = row_scales %n to f8e4m3
+  %q: f8e4m3[{M}, {columns}] = quantize %n by %s to f8e4m3
+"""
+    fusion = parse(f"""hostir 1
+mesh @mesh [didx] = {RANKS}
+fusion @residual_norm(
+  %a: {dtype}[M, {k}@didx], %b: {dtype}[{k}@didx, {columns}], %r: {rows}, %w: {dtype}[{columns}]
+) -> ({"%q, %s, %t" if fp8 else "%n, %t"}) {{
+  %y: {rows} = matmul %a, %b
+  %t: {rows} = add %y, %r
+  %n: {rows} = rms_norm %t eps 1e-06 times %w
+{quantized if fp8 else ""}}}
+""")
+    return lower(fusion, "sequential by low_latency")
 
 
 def implemented(program: Program, by: str) -> Program:

@@ -14,6 +14,7 @@ diagnostic that names its statement.
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -89,8 +90,48 @@ def twice(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return 2 * product(a, b)
 
 
-def cases() -> list[Case]:
+def normed(fp8: bool) -> Reference:
+    """Return what follows a product that is summed over the ranks: a residual, a norm, and perhaps a quantization."""
+
+    def following(total: torch.Tensor, r: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        added = total + r
+        rows = torch.nn.functional.rms_norm(added, added.shape[-1:], w, 1e-6)
+        if not fp8:
+            return rows, added
+        exact = rows.dtype == torch.float64  # an exact result is not rounded
+        wide = rows if exact else rows.float()
+        scales = wide.abs().amax(-1, keepdim=True) / 448
+        quotients = wide / scales
+        return quotients if exact else quotients.to(torch.float8_e4m3fn), scales, added
+
+    return following
+
+
+def normed_sums() -> list[Case]:
+    """Return sums with a residual and a norm. With Triton's kernels, one kernel carries them out."""
     every = []
+    for dtype, columns, scattered, fp8 in itertools.product(
+        ("f32", "f16", "bf16"), (136, 4096), (False, True), (False, True)
+    ):
+        following = normed(fp8)
+
+        def exact(*x: torch.Tensor, following: Reference = following) -> tuple[torch.Tensor, ...]:
+            return following(x[0] @ x[1], *x[2:])
+
+        def by_torch(
+            *x: torch.Tensor, following: Reference = following, scattered: bool = scattered
+        ) -> tuple[torch.Tensor, ...]:
+            total = summed(*x[:2])
+            return following(total.chunk(SIZE)[RANK] if scattered else total, *x[2:])
+
+        program = programs.residual_norm(dtype, columns, scattered=scattered, fp8=fp8)
+        name = f"residual and norm {dtype} {columns}{' scattered' * scattered}{' fp8' * fp8}"
+        every.append(Case(name, program, exact, by_torch, m=16 * SIZE))
+    return every
+
+
+def cases() -> list[Case]:
+    every = normed_sums()
     for dtype in [name for name in DTYPES if name not in FP8 and TORCH[name].is_floating_point]:
         every += [
             Case(f"all_gather {dtype}", programs.ag_matmul(dtype=dtype), product),
