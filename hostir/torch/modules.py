@@ -403,7 +403,7 @@ def columns(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> list[Tensor]:
         return [layer.layouts.redistributed(F.linear(gathered, layer.weight, layer.bias)) for layer in layers]
     axis = layers[0].sharded_axis(x)
     weights, biases = zip(*[layer.parts() for layer in layers], strict=True)
-    added = biases if biases.count(None) < len(biases) else None
+    added = None if all(bias is None for bias in biases) else biases
     outputs = column_parallel_linear(layouts.local(x), weights, layouts.group, added, gather_dim=axis, fp8=layouts.fp8)
     return [layer.layouts.returned(y) for layer, y in zip(layers, outputs, strict=True)]
 
