@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor  # in `hostir`, the annotation torch.Tensor resolves to this module's Tensor
 
+from hostir.torch.expert_styles import TensorParallelExperts
 from hostir.torch.experts import GroupedExperts, expert_mlp
 from hostir.torch.functional import (
     all_gather_matmul,
@@ -38,6 +39,7 @@ __all__ = [
     "RowwiseParallel",
     "ShardingWarning",
     "Tensor",
+    "TensorParallelExperts",
     "all_gather_matmul",
     "all_reduce",
     "all_reduce_residual_norm",

@@ -6,13 +6,14 @@ known on the device only, and the host does not wait for it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # as everywhere
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 
 from hostir.ir.source import described, error, user_span
 from hostir.torch.functional import Ranks, name_of, ready
@@ -86,7 +87,95 @@ def _check(x: Tensor, experts: Tensor, weights: Tensor, gate: Tensor, up: Tensor
         raise error(f"tensors on {', '.join(sorted(devices))}", user_span(), expected="all on one device")
 
 
-class GroupedExperts(nn.Module):
+@dataclass(frozen=True)
+class Stored:
+    """The parameters in which a module stores the matrices of its experts.
+
+    Fields:
+        gate, up, down: the names of the parameters.
+        transposed: True if the matrices are `[outputs, inputs]`, as in an `nn.Linear`.
+    """
+
+    gate: str = "gate"
+    up: str = "up"
+    down: str = "down"
+    transposed: bool = False
+
+    @property
+    def placements(self) -> dict[str, Shard]:
+        """The placement of each parameter: the hidden features are sharded."""
+        columns, rows = (1, 2) if self.transposed else (2, 1)
+        return {self.gate: Shard(columns), self.up: Shard(columns), self.down: Shard(rows)}
+
+    def parameters(self, module: nn.Module) -> list[Any]:
+        """Return the three parameters of a module."""
+        return [getattr(module, name) for name in self.placements]
+
+    def matrices(self, parameters: list[Tensor]) -> list[Tensor]:
+        """Return parameters as matrices `[experts, inputs, outputs]`."""
+        return [p.transpose(1, 2) for p in parameters] if self.transposed else parameters
+
+
+class ShardedExperts(nn.Module):
+    """The base class of modules whose matrices of experts are sharded over the ranks of a mesh.
+
+    Fields:
+        mesh, group: the mesh, which has one dimension, and the name of its process group.
+        stored: the parameters, which are DTensors.
+    """
+
+    mesh: DeviceMesh
+    group: str
+    stored: Stored
+
+    def become(self, mesh: DeviceMesh, group: str, stored: Stored, source: int | None = 0) -> None:
+        """Shard the parameters. All ranks get their parts of rank `source`'s; None to shard each rank's own."""
+        self.mesh, self.group, self.stored = mesh, group, stored
+        for name, placement in stored.placements.items():
+            old = getattr(self, name)
+            sharded = distribute_tensor(old.data, mesh, [placement], src_data_rank=source)
+            self.register_parameter(name, nn.Parameter(sharded, requires_grad=old.requires_grad))
+
+    def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """Return this rank's tokens, computed by their experts.
+
+        The arguments are as for `expert_mlp`, with any number of leading axes in the place of M. They may be DTensors
+        that are sharded on the same leading axis. The result is a DTensor if `x` is one.
+        """
+        placement = self.placement(x, experts, weights)
+        rows, chosen, shares = (t.to_local() if isinstance(t, DTensor) else t for t in (x, experts, weights))
+        if rows.dim() < 2 or chosen.dim() != rows.dim():
+            what = f"tokens {described(rows)} and experts {described(chosen)}"
+            raise error(what, user_span(), expected="[..., features] and [..., k], with equal leading axes")
+        gate, up, down = self.stored.matrices([local_weight(p) for p in self.stored.parameters(self)])
+        tokens, chosen, shares = (t.flatten(0, -2) for t in (rows, chosen, shares))
+        y = expert_mlp(tokens, chosen, shares, gate, up, down, self.group).view(rows.shape)
+        return y if placement is None else DTensor.from_local(y, self.mesh, [placement], run_check=False)
+
+    def placement(self, x: Tensor, experts: Tensor, weights: Tensor) -> Placement | None:
+        """Return the placement of tokens that are a DTensor, or None for plain tensors.
+
+        Raises HostIRError unless all DTensors are sharded on the same axis of tokens.
+        """
+        placements = {(t.device_mesh, t.placements) for t in (x, experts, weights) if isinstance(t, DTensor)}
+        if not placements:
+            return None
+        (mesh, (placement, *_)), *others = placements
+        by_token = isinstance(placement, Shard) and placement.dim % x.dim() < x.dim() - 1
+        if others or not by_token or mesh != self.mesh:
+            what = ", ".join(str(placements) for _, placements in placements)
+            expected = (
+                "tokens, experts and weights that are sharded on one axis of tokens, over the mesh of the experts"
+            )
+            raise error(f"tokens, experts and weights with the placements {what}", user_span(), expected=expected)
+        return placement if isinstance(x, DTensor) else None
+
+    def extra_repr(self) -> str:
+        experts, features, hidden = self.stored.matrices(self.stored.parameters(self))[0].shape
+        return f"{experts} experts, {features} features, {hidden} hidden, {self.mesh.size()} ranks"
+
+
+class GroupedExperts(ShardedExperts):
     """The experts of a mixture of experts, sharded over the ranks of a mesh. `forward` is `expert_mlp`.
 
     The parameters are DTensors: `gate` and `up` `[experts, features, hidden]`, sharded on the last axis, and `down`
@@ -111,27 +200,20 @@ class GroupedExperts(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.mesh, self.group = mesh_of(mesh, "experts")
-        if hidden % mesh.size():
-            raise error(f"its {mesh.size()} ranks do not divide the hidden features, which are {hidden}", user_span())
-        for name, shape, axis in (
-            ("gate", (experts, features, hidden), 2),
-            ("up", (experts, features, hidden), 2),
-            ("down", (experts, hidden, features), 1),
+        mesh, group = mesh_of(mesh, "experts")
+        check_hidden(hidden, mesh)
+        for name, inputs, outputs in (
+            ("gate", features, hidden),
+            ("up", features, hidden),
+            ("down", hidden, features),
         ):
-            matrices = torch.empty(shape, device=device, dtype=dtype)
-            nn.init.uniform_(matrices, -(shape[1] ** -0.5), shape[1] ** -0.5)
-            self.register_parameter(name, nn.Parameter(distribute_tensor(matrices, mesh, [Shard(axis)])))
+            matrices = torch.empty(experts, inputs, outputs, device=device, dtype=dtype)
+            nn.init.uniform_(matrices, -(inputs**-0.5), inputs**-0.5)
+            self.register_parameter(name, nn.Parameter(matrices))
+        self.become(mesh, group, Stored())
 
-    def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """Return this rank's tokens, computed by their experts. The arguments are as for `expert_mlp`."""
-        gate, up, down = (local_weight(w) for w in self.matrices())
-        return expert_mlp(x, experts, weights, gate, up, down, self.group)
 
-    def matrices(self) -> list[Any]:
-        """Return the parameters `gate`, `up` and `down`, which are DTensors."""
-        return [*self.parameters()]
-
-    def extra_repr(self) -> str:
-        experts, features, hidden = self.matrices()[0].shape
-        return f"{experts} experts, {features} features, {hidden} hidden, {self.mesh.size()} ranks"
+def check_hidden(hidden: int, mesh: DeviceMesh) -> None:
+    """Raise HostIRError unless the ranks of a mesh divide the hidden features."""
+    if hidden % mesh.size():
+        raise error(f"its {mesh.size()} ranks do not divide the hidden features, which are {hidden}", user_span())

@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
 
 import hostir as hi
 import hostir.torch
-from tests.torch.on_ranks import RANKS, assert_near, broadcast, case, group, main, part, tp_mesh
+from tests.torch.on_ranks import RANK, RANKS, assert_near, broadcast, case, group, main, part, tp_mesh
 
 FEATURES, HIDDEN, EXPERTS, EACH = 12, 8, 5, 2
 
@@ -92,6 +95,137 @@ def modules_of_experts_train_like_on_one_rank() -> None:
         assert_near(parameter.full_tensor().detach(), other.detach())
     shape = f"{EXPERTS} experts, {FEATURES} features, {HIDDEN * RANKS} hidden"
     assert repr(layer) == f"GroupedExperts({shape}, {RANKS} ranks)"
+
+
+class Experts(nn.Module):
+    """Experts on one rank, with parameters under the names and in the layout of the style's arguments."""
+
+    def __init__(self, names=("gate", "up", "down"), transposed=False, activation=F.silu, dtype=torch.float32):
+        super().__init__()
+        self.names, self.transposed, self.activation = names, transposed, activation
+        sizes = ((FEATURES, HIDDEN * RANKS), (FEATURES, HIDDEN * RANKS), (HIDDEN * RANKS, FEATURES))
+        for name, size in zip(names, sizes, strict=True):
+            matrix = torch.rand(EXPERTS, *size) - 0.5
+            self.register_parameter(name, nn.Parameter((matrix.mT if transposed else matrix).contiguous().to(dtype)))
+
+    def matrices(self):
+        return [p.mT if self.transposed else p for p in (getattr(self, name) for name in self.names)]
+
+    def rows(self, x, e):
+        gate, up, down = (matrix[e] for matrix in self.matrices())
+        return (self.activation(x @ gate) * (x @ up)) @ down
+
+    def forward(self, x, experts, weights):
+        assert not self.training
+        parts = (self.rows(x, e) * (weights * (experts == e)).sum(-1, keepdim=True) for e in range(EXPERTS))
+        return sum(parts)
+
+
+class SortedExperts(Experts):
+    """Experts that are called with rows in the order of the experts, as those of torchtitan."""
+
+    def forward(self, x, numbers):
+        parts = x.split(numbers.tolist())
+        return torch.cat([self.rows(part, e) for e, part in enumerate(parts)])
+
+
+class Expert(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w1, self.w3 = (nn.Linear(FEATURES, HIDDEN * RANKS, bias=False) for _ in range(2))
+        self.w2 = nn.Linear(HIDDEN * RANKS, FEATURES, bias=False)
+
+    def forward(self, x):
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+TITANS = {"gate": "w1", "up": "w3", "down": "w2"}
+
+
+@case
+def a_style_shards_modules_of_experts() -> None:
+    style = hi.torch.TensorParallelExperts
+    for make, plan in (
+        (Experts, style()),
+        (lambda: Experts(("w1", "w3", "w2"), transposed=True), style(**TITANS, transposed=True)),
+        (lambda: SortedExperts(("w1", "w3", "w2"), transposed=True), style(**TITANS, transposed=True)),
+        (lambda: nn.ModuleList(Expert() for _ in range(EXPERTS)), style(**TITANS)),
+    ):
+        torch.manual_seed(RANK)
+        model = nn.ModuleDict({"experts": make()})
+        module = model["experts"]
+        if isinstance(module, nn.ModuleList):
+            whole = [torch.stack([getattr(e, n).weight.detach().t() for e in module]) for n in TITANS.values()]
+        else:
+            whole = [matrix.detach().clone() for matrix in module.matrices()]
+        whole = [broadcast(matrix.contiguous()).requires_grad_() for matrix in whole]  # rank 0's
+        names = [*dict(module.named_parameters())]
+        parallelize_module(model, tp_mesh(), {"experts": plan})
+        assert model["experts"] is module
+        if not isinstance(module, hi.torch.GroupedExperts):
+            assert [*dict(module.named_parameters())] == names
+            assert type(module).__name__.startswith("Sharded")
+        assert module.training
+        x, experts, weights, *_ = drawn(4, ROUTES["any"])
+        mine = [part(t, 0) for t in (x, experts, weights)]
+        y, exact = module(*mine), mixture(x, experts, weights, *whole)
+        assert_near(y.detach(), part(exact.detach(), 0))
+        exact.square().sum().backward()
+        y.square().sum().backward()
+        for parameter, other in zip(module.parameters(), whole, strict=True):
+            grad = parameter.grad.full_tensor()
+            assert_near(grad.mT if plan.stored.transposed and grad.shape != other.shape else grad, other.grad)
+        with torch.no_grad():
+            batched = module(*(t.unflatten(0, (2, 2)) for t in mine))
+            assert_near(batched.flatten(0, 1), y.detach())
+            dtensors = [DTensor.from_local(t, tp_mesh(), [Shard(0)]) for t in mine]
+            assert_near(module(*dtensors).full_tensor(), exact.detach())
+
+
+@case
+def a_style_refuses_modules_that_it_would_not_compute() -> None:
+    style = hi.torch.TensorParallelExperts
+    biased = nn.ModuleList(Expert() for _ in range(3))
+    biased[1].w2 = nn.Linear(HIDDEN * RANKS, FEATURES)
+    sharded = parallelize_module(Experts(), tp_mesh(), style())
+    odd = nn.ModuleList(Expert() for _ in range(2))
+    odd[1].w1 = odd[1].w3 = nn.Linear(FEATURES, 2, bias=False)
+    for module, plan, problem in (
+        (Experts(activation=F.gelu), style(), r"does not compute down\(silu\(gate\(x\)\) \* up\(x\)\)"),
+        (Experts(("up", "gate", "down")), style(), "does not compute"),
+        (
+            SortedExperts(activation=F.relu),
+            style(),
+            r"(?s)does not compute.*called as module\(rows, numbers of rows\): it ",
+        ),
+        (Experts(), style(gate="w1"), "has no parameter 'w1'"),
+        (Experts(), style(transposed=True), r"(?s)does not compute.*called as module\(tokens, experts, weights\): "),
+        (
+            Experts(),
+            style(up="down", down="up"),
+            r"(?s)has gate \[5, 12, .*expected: two parameters \[experts, features",
+        ),
+        (biased, style(**TITANS), "expert 1 of ModuleList has no linear layer 'w2' without a bias"),
+        (nn.ModuleList(), style(), "ModuleList has no linear layer 'gate'"),
+        (odd, style(**TITANS), "the layers 'w1' of ModuleList have several sizes"),
+        (sharded, style(), "ShardedExperts is sharded already"),
+        (Experts().to("meta"), style(), "is on meta"),
+    ):
+        with pytest.raises(hi.HostIRError, match=problem):
+            parallelize_module(module, tp_mesh(), plan)
+    narrow = Experts()
+    narrow.gate, narrow.up = (nn.Parameter(torch.rand(5, FEATURES, HIDDEN * RANKS + 1)) for _ in range(2))
+    narrow.down = nn.Parameter(torch.rand(5, HIDDEN * RANKS + 1, FEATURES))
+    with pytest.raises(hi.HostIRError, match="ranks do not divide the hidden features"):
+        parallelize_module(narrow, tp_mesh(), style())
+    x, experts, weights = (part(t, 0) for t in drawn(4, ROUTES["any"])[:3])
+    replicated = DTensor.from_local(x, tp_mesh(), [Replicate()])
+    for arguments, problem in (
+        ((replicated, experts, weights), r"with the placements \(Replicate\(\),\)"),
+        ((x, experts[:, 0], weights[:, 0]), "tokens .* and experts"),
+    ):
+        with pytest.raises(hi.HostIRError, match=problem):
+            sharded(*arguments)
 
 
 @case

@@ -42,6 +42,7 @@ ON_FOUR = {  # the other cases do not depend on the number of ranks, and run on 
     "a_checkpoint_can_be_loaded_by_another_number_of_ranks",
     "experts_match_a_mixture_on_one_rank_with_gradients",
     "modules_of_experts_train_like_on_one_rank",
+    "a_style_shards_modules_of_experts",
 }
 CASES = {s: re.findall(r"@case\ndef (\w+)\(", s.read_text(encoding="utf-8")) for s in SCRIPTS}
 TIMEOUT = 280
