@@ -381,9 +381,7 @@ def all_reduce_residual_norm(
     name = name_of(group)
     x, residual, *rest = ready(x, residual, *([] if weight is None else [weight]))
     factors = rest[0] if rest else None
-    return tuple(
-        norms.all_reduce_residual_norm.call([x, residual, *rest], x, residual, factors, float(eps), quantize, name)
-    )
+    return tuple(norms.all_reduce_residual_norm.call(x, residual, factors, float(eps), quantize, name))
 
 
 @overload
@@ -444,4 +442,4 @@ def reduce_scatter_residual_norm(
     axis, name = axis_of(x, scatter_dim, "scatter_dim"), name_of(group)
     x, residual, *rest = ready(x, residual, *([] if weight is None else [weight]))
     factors, settings = rest[0] if rest else None, (float(eps), quantize, axis, name)
-    return tuple(norms.reduce_scatter_residual_norm.call([x, residual, *rest], x, residual, factors, *settings))
+    return tuple(norms.reduce_scatter_residual_norm.call(x, residual, factors, *settings))
