@@ -218,7 +218,8 @@ def eager(joined: Session, repeats: int) -> list[dict[str, Any]]:
                     kept.clear()
                 ours, by_hand = times
                 row = {"what": f"{what}, {strategy}, results {title}", "ours us": ours, "by hand us": by_hand}
-                results.append({**row, "ratio": ours / by_hand, "calls": calls_of(partial(executor, *parts))})
+                counts = {"calls": calls_of(partial(executor, *parts)), "hand calls": calls_of(partial(hand, *parts))}
+                results.append({**row, "ratio": ours / by_hand, **counts})
             settle()
             dist.barrier()  # no rank frees symmetric memory while others use it
     return results
@@ -262,7 +263,9 @@ def layers(joined: Session, repeats: int) -> list[dict[str, Any]]:
     """Return host times of layers and of torch's operators on few rows, without and with gradients, and by hand.
 
     The trials of candidates have ended before a call is timed. Calls that are compiled by torch have no gradients.
-    `calls` is the number of functions that one call takes, also functions of the interpreter.
+    `calls` and `hand calls` are the numbers of functions that one call takes, also functions of the interpreter. A
+    compiled call runs some 110 functions of torch besides those of the operator. So the operator is also called alone,
+    as a compiled graph calls it.
     """
     ranks, device, (M, N, K), way = joined.size, joined.device, (64, 256, 256), ByHand()
     world, settle = dist.group.WORLD, partial(synchronize, device)
@@ -280,7 +283,11 @@ def layers(joined: Session, repeats: int) -> list[dict[str, Any]]:
     def trained(layer: Callable[..., torch.Tensor], x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor) -> None:
         torch.autograd.grad(layer(x, weight), (x, weight), dy)
 
-    compile_ = partial(torch.compile, fullgraph=True)
+    compile_, group, ops = partial(torch.compile, fullgraph=True), world.group_name, torch.ops.hostir
+    operators = {
+        "column_parallel_linear": lambda x, w: ops.all_gather_matmul.default(x, [w], 0, group, False, True)[1][0],
+        "row_parallel_linear": lambda x, w: ops.matmul_reduce_scatter.default(x, w, "sum", 0, group, True),
+    }
     weight, results = leaf(N, K), list[dict[str, Any]]()
     gathers = (leaf(M // ranks, K), leaf(M, N).detach(), lambda x, w: Gathering.apply(x, w, way))
     scatters = (leaf(M, K), leaf(M // ranks, N).detach(), lambda x, w: Scattering.apply(x, w, way))
@@ -290,7 +297,8 @@ def layers(joined: Session, repeats: int) -> list[dict[str, Any]]:
         ("row_parallel_linear", lambda x, w: row_parallel_linear(x, w, world), scatters),
         ("fused_matmul_reduce_scatter", scattered, scatters),
     ):
-        modes = (("no gradients", layer), ("recorded", layer), ("with backward", layer), ("compiled", compile_(layer)))
+        modes = [("no gradients", layer), ("recorded", layer), ("with backward", layer), ("compiled", compile_(layer))]
+        modes += [("its operator in a compiled graph", operators[name])] if name in operators else []
         for mode, called in modes:
             wrapped = partial(trained, dy=dy) if mode == "with backward" else lambda layer, x, w: layer(x, w)
             with torch.set_grad_enabled(mode in ("recorded", "with backward")):
@@ -299,7 +307,8 @@ def layers(joined: Session, repeats: int) -> list[dict[str, Any]]:
                 ours, by_hand = (timed(work, repeats, settle) for work in (call, partial(wrapped, hand, x, weight)))
                 row = {"what": f"{name}, {mode}", "ours us": ours, "by hand us": by_hand, "ratio": ours / by_hand}
                 # Autograd's thread of the GPU calls functions, too, which are not counted.
-                results.append(row if mode == "with backward" else {**row, "calls": calls_of(call)})
+                counts = {"calls": calls_of(call), "hand calls": calls_of(partial(wrapped, hand, x, weight))}
+                results.append(row if mode == "with backward" else row | counts)
     return results
 
 
@@ -371,7 +380,7 @@ def main(arguments: list[str] | None = None) -> None:
 def report(results: list[dict[str, Any]]) -> str:
     """Return a table with a line for each result."""
     return table(
-        ["what", "hostir us", "by hand us", "ratio", "function calls"],
+        ["what", "hostir us", "by hand us", "ratio", "function calls", "by hand"],
         [
             [
                 f["what"],
@@ -379,6 +388,7 @@ def report(results: list[dict[str, Any]]) -> str:
                 f"{f['by hand us']:.0f}" if "ratio" in f else "",
                 f"{f['ratio']:.3f}" if "ratio" in f else "",
                 str(f.get("calls", "")),
+                str(f.get("hand calls", "")),
             ]
             for f in results
         ],

@@ -116,7 +116,7 @@ def describe(by_rank: Mapping[int, Call]) -> str:
     return ", ".join(parts)
 
 
-class Numbers(dict[str, int]):
+class NameHashes(dict[str, int]):
     """The CRC-32 of names. Unlike Python's `hash`, it is the same on all ranks."""
 
     def __missing__(self, name: str) -> int:
@@ -124,7 +124,7 @@ class Numbers(dict[str, int]):
         return self[name]
 
 
-_numbers = Numbers()
+_hashes = NameHashes()
 PRIME, BITS = 1000003, (1 << 60) - 1  # of the hash of a sequence of calls
 _graph_task = torch._C._current_graph_task_id
 
@@ -336,7 +336,7 @@ class Calls:
         `checksum` is a hash of the call's program and sizes. It becomes part of `trail`.
         """
         self.made, self.asked = self.made + 1, 0
-        call = checksum + _numbers[self.operator] * 2 + (_graph_task() != -1)
+        call = checksum + _hashes[self.operator] * 2 + (_graph_task() != -1)
         self.trail = (self.trail * PRIME ^ call) & BITS
 
     def compare_new(self, call: Call) -> None:

@@ -44,7 +44,7 @@ _SETTINGS = {
 }
 _setting = threading.Lock()  # held while a setting differs from the user's
 
-Layout = tuple[tuple[int, ...], tuple[int, ...]]  # the shape and the strides of a tensor
+ShapeAndStrides = tuple[tuple[int, ...], tuple[int, ...]]  # the shape and the strides of a tensor
 
 # Up to this many numbers are added one by one, because the order in which torch adds depends on layouts. For more
 # numbers, torch's sum is more accurate.
@@ -412,7 +412,7 @@ def _multiply_rows(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, _: None)
 matmul_of_rows: Callable[..., None] = functools.partial(_with_wide_sums, _multiply_rows)
 
 
-def takes_rows(out: Layout, a: Layout, b: Layout) -> bool:
+def takes_rows(out: ShapeAndStrides, a: ShapeAndStrides, b: ShapeAndStrides) -> bool:
     """Return True if torch computes `out = a @ b` as one product of rows, for tensors of these shapes and strides."""
     return len(b[0]) == 2 and is_dense(*out) and _folds(*a)
 

@@ -20,7 +20,7 @@ from hostir.torch.ops.remembered import PLAIN, Remembered, Structure, flattened,
 from hostir.torch.ops.running import MACHINES
 
 Gradients = tuple[Callable[..., Any], Callable[..., Any]]  # the backward and set-up functions
-Run = Callable[[], tuple[list[Any], Structure]]
+FlatCall = Callable[[], tuple[list[Any], Structure]]
 Record = Callable[..., Any]
 TENSOR = Structure(None, several=False)  # a tensor alone
 NAMES = {x: str(x).removeprefix("torch.") for x in vars(torch).values() if isinstance(x, torch.dtype)}  # of dtypes
@@ -57,7 +57,7 @@ class Recording:
 
     __slots__ = ("args", "arguments", "flat", "formula", "run", "structure")
 
-    def __init__(self, formula: Gradients, run: Run, args: Sequence[Any], arguments: Structure | None) -> None:
+    def __init__(self, formula: Gradients, run: FlatCall, args: Sequence[Any], arguments: Structure | None) -> None:
         self.formula, self.run, self.args = formula, run, args
         self.arguments = flattened(args)[1] if arguments is None else arguments
         self.flat: list[Any] = []
@@ -127,7 +127,7 @@ def register_gradients(operator: Any, formula: Gradients, library: Any) -> Recor
     # `Function.apply` also looks for functorch's transforms, which callers exclude, and takes 3 us.
     apply = super(torch.autograd.Function, function).apply
 
-    def record(run: Run, args: Sequence[Any], arguments: Structure | None = None) -> Any:
+    def record(run: FlatCall, args: Sequence[Any], arguments: Structure | None = None) -> Any:
         call = Recording(formula, run, args, arguments)
         flat = apply(call, *call.flat)
         return flat if call.structure.counts is None else call.structure.nest(flat)
