@@ -13,6 +13,7 @@ from tests.golden import Golden
 
 TESTS = Path(__file__).parent
 NO_GPU = "for lack of a CUDA GPU"
+NO_HOSTS = "for lack of namespaces, so that there is only one host"
 # `make test` runs tests marked `alone` at the end, and looks for them in these files only.
 ALONE = {TESTS / "call" / f"test_{name}.py" for name in ("processes", "torchrun")}
 
@@ -71,9 +72,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    skipped = [report for report in terminalreporter.stats.get("skipped", []) if NO_GPU in str(report.longrepr)]
-    if skipped:
-        message = (
-            f"NOT RUN: {len(skipped)} tests under tests/gpu, {NO_GPU}; run `pytest tests/gpu` on a machine with GPUs"
-        )
-        terminalreporter.write_line(message, yellow=True, bold=True)
+    for reason, what in (
+        (NO_GPU, f"tests under tests/gpu, {NO_GPU}; run `pytest tests/gpu` on a machine with GPUs"),
+        (NO_HOSTS, f"tests of two hosts, {NO_HOSTS}; run `pytest -m two_hosts` where users may make namespaces"),
+    ):
+        skipped = [report for report in terminalreporter.stats.get("skipped", []) if reason in str(report.longrepr)]
+        if skipped:
+            terminalreporter.write_line(f"NOT RUN: {len(skipped)} {what}", yellow=True, bold=True)

@@ -65,7 +65,7 @@ def run(ranks: int, *command: str, env: Mapping[str, str], timeout: float) -> su
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(job.pid, signal.SIGKILL)  # unshare kills its child, the first process of the machine
-        job.wait()
+        job.communicate()
     return subprocess.CompletedProcess(command, job.returncode, out, err)
 
 

@@ -37,8 +37,8 @@ class Mesh:
 
     `devices` lists the grid in row-major order. nvFuser calls the last axis DIDx and the axis before it DIDy. The text
     of a program uses the names in `axes`, such as `didx` or `tp`. `hosts` is the number of hosts for which the program
-    is planned, 0 if it is not stated. Ranks fill the hosts in order, equally many on each. A job on other hosts runs
-    the program, too, and warns.
+    is planned, 0 if it is not stated. Ranks fill the hosts in order, equally many on each. A job on other hosts also
+    runs the program, and warns.
     """
 
     name: str

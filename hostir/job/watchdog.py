@@ -328,7 +328,8 @@ class Watchdog:
         """Return the reason why this rank must end because of another rank; empty if it need not end."""
         overdue = self.first is not None and self.clock - self.since > self.timeout
         if self.first is not None and (overdue or self.died is not None):
-            return self.first.words
+            follows = self.died is None or self.died.rank == self.first.rank  # the failure has ended that rank
+            return self.first.words if follows else f"{self.first.words}; {self.loss()}"
         idle = self.misaligned or self.plan is None or not self.plan.in_flight()  # `stop_misaligned` stops the run
         if idle and self.clock - self.died_at < LAST_WORDS:
             return ""

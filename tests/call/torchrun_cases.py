@@ -742,8 +742,9 @@ def ranks_with_different_symmetric_buffers_are_refused() -> None:
     summed = Executor(programs.implemented(programs.row_parallel("f32"), "one_shot"))
     elsewhere = refusal(lambda: summed(torch.zeros(4, 16, 16), torch.zeros(16, 24)))
     symmetric.host_identity = here
-    contains(elsewhere, "the ranks of @row_parallel run on several hosts, which share no memory")
-    contains(message, "the ranks of @pulled run on several hosts, which share no memory", "rank 0: ", "rank 1: ")
+    contains(elsewhere, "ranks 0 and 1 of @row_parallel run on different hosts, which share no memory")
+    there = "ranks 0 and 1 of @pulled run on different hosts, which share no memory"
+    contains(message, there, "rank 0: ", "rank 1: ", "lower it by 'hierarchical'")
 
 
 def parts_of(dtype: str, m: int = 2) -> tuple[torch.Tensor, torch.Tensor]:

@@ -42,6 +42,7 @@ PATTERNS = (
     patterns.reduce_scatter,
     patterns.expert_mlp,
 )
+NOT_ALONE = (patterns.row_parallel, patterns.row_parallel_bias)  # not overlapped if each host has one rank
 
 
 def case(function: Callable[[], None]) -> Callable[[], None]:
@@ -82,14 +83,8 @@ def refusal(function: Callable[[], object]) -> str:
 def every_pattern_is_right() -> None:
     for pattern in PATTERNS:
         for strategy in ("hierarchical", "pipeline"):
-            try:
-                program = stated(pattern)
-                hi.lower(program, strategy)
-            except hi.HostIRError:
-                if IN_HOST > 1:
-                    raise
-                continue
-            check(program, strategy)
+            if strategy == "pipeline" or IN_HOST > 1 or pattern not in NOT_ALONE:
+                check(stated(pattern), strategy)
 
 
 @case
@@ -104,8 +99,8 @@ def memory_is_not_shared_across_hosts() -> None:
     inputs = random_inputs(program, {}, seed=1)
     message = refusal(lambda: hi.run(program, *inputs))
     assert f"ranks 0 and {IN_HOST} of @allgather_matmul run on different hosts, which share no memory" in message
-    for part in ("rank", ": first; rank", ": second"):
-        assert part in message, message
+    assert ": first; rank" in message
+    assert ": second" in message
     assert "'hierarchical' on hi.DeviceMesh(..., hosts=2)" in message
 
 

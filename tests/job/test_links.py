@@ -86,6 +86,13 @@ def test_a_rank_whose_connection_ends_has_died_unless_it_was_done(ranks: list[Li
     assert set(ranks[0].events) == {RankEvent("done", 1), RankEvent("died", 2, "its process has ended")}
 
 
+def test_a_rank_that_has_died_is_named_with_its_host_if_there_are_several(ranks: list[Links]) -> None:
+    next(link for link in ranks[0].links if link.rank == 2).host = "second"
+    ranks[2].close()
+    until(ranks[:2], lambda: all(each.events for each in ranks[:2]))
+    assert ranks[1].events == [RankEvent("died", 2, "its process has ended (on host second)")]
+
+
 def test_all_ranks_notice_the_death_of_rank_0_and_receive_its_last_event(ranks: list[Links]) -> None:
     ranks[0].pump()
     ranks[0].announce("failed", "why")
@@ -146,7 +153,7 @@ def test_a_rank_that_cannot_connect_says_so_once(
     monkeypatch.setattr("hostir.job.links.TRYING", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as gone:
         port = gone.getsockname()[1]
-    store.set("links", json.dumps([["127.0.0.1"], port, "token"]))
+    store.set("links", json.dumps([["127.0.0.1"], port, "token", "host"]))
     lost = Links(store, 1, 2, 10.0)
     deadline = time.monotonic() + 0.5
     while time.monotonic() < deadline:
@@ -158,7 +165,7 @@ def test_a_rank_that_cannot_connect_says_so_once(
 
 @pytest.mark.parametrize("greeting", [b"GET / HTTP/1.1\n\n", b'["guess", 1]\n', b"7\n", b"\xff\n", b"", b"[]\n{}\n"])
 def test_connections_without_the_token_are_closed(greeting: bytes, store: Store, ranks: list[Links]) -> None:
-    _, port, _ = json.loads(store.get("links"))
+    _, port, *_ = json.loads(store.get("links"))
     with socket.create_connection(("127.0.0.1", port)) as stranger:
         stranger.sendall(greeting)
         stranger.shutdown(socket.SHUT_WR)
