@@ -87,6 +87,7 @@ def test_a_rank_whose_connection_ends_has_died_unless_it_was_done(ranks: list[Li
 
 
 def test_a_rank_that_has_died_is_named_with_its_host_if_there_are_several(ranks: list[Links]) -> None:
+    until(ranks, lambda: any(link.rank == 2 for link in ranks[0].links))
     next(link for link in ranks[0].links if link.rank == 2).host = "second"
     ranks[2].close()
     until(ranks[:2], lambda: all(each.events for each in ranks[:2]))
