@@ -498,6 +498,14 @@ def report(rows: list[dict[str, Any]]) -> str:
     return "\n\n".join(texts)
 
 
+def _ways(text: str) -> list[str]:
+    """Return the names of ways in an argument, separated by semicolons. Raise ArgumentTypeError for an unknown name."""
+    names = [name.strip() for name in text.split(";")]
+    if unknown := [name for name in names if name not in WAYS]:
+        raise argparse.ArgumentTypeError(f"there is no way '{unknown[0]}': expected {'; '.join(WAYS)}")
+    return names
+
+
 def main() -> None:
     """Measure all cases."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -506,7 +514,7 @@ def main() -> None:
     parser.add_argument("--tokens", default="8192,2048,16384", help="tokens of all ranks together")
     parser.add_argument("--of", type=int, default=8, help="ranks that share the layers; 0: the ranks of the job")
     names = f"some of these, separated by semicolons: {'; '.join(WAYS)}"
-    parser.add_argument("--ways", type=lambda text: text.split(";"), default=[*WAYS], help=names)
+    parser.add_argument("--ways", type=_ways, default=[*WAYS], help=names)
     parser.add_argument("--backend", default="inductor", help="backend of torch.compile")
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--shrink", type=int, default=1, help="divides the widths, to try it out on a CPU")

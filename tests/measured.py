@@ -22,6 +22,7 @@ MAIN = 'if __name__ == "__main__":'
 NAMES: Mapping[str, tuple[str, ...]] = {
     "allgather_matmul": ("allgather_matmul",),
     "arrivals": ("arrivals",),
+    "all_reduce_norm": ("all_reduce_norm",),
     "check": ("check",),
     "compiling": ("compiling",),
     "differential": ("differential", "differential_fp8"),
@@ -44,7 +45,6 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "torch_operators": ("torch_operators",),
 }
 OTHERS = {
-    "all_reduce_norm": "compares a sum with its residual and norm; it has not been run on GPUs",
     "chart": "draws the results of other benchmarks",
     "moe": "compares mixtures of experts; it has not been run on GPUs",
     "generate": "decodes with a cache; it has not been run on GPUs",
@@ -131,6 +131,7 @@ SUMMARY: Mapping[str, str] = {
     "scaled_matmul_2": "all-gather + fp8 matmul",
     "scaled_matmul_scatter_2": "fp8 matmul + reduce-scatter",
     "reshard_2": "collectives alone",
+    "all_reduce_norm_2": "all-reduce + residual + norm, up to 256 rows",
 }
 BY_MODE = {"graph": "functions of `hostir.torch`, replayed", "eager": "functions of `hostir.torch`, issued by Python"}
 BLOCK_WAYS = ("DTensor compiled", "DTensor compiled, async TP", "DTensor compiled, hostir's pass")
@@ -197,7 +198,9 @@ def regrets(data: dict[str, Any]) -> str:
 
 TABLES: Mapping[str, Callable[[dict[str, Any]], str]] = {
     **dict.fromkeys(("allgather_matmul_2", "matmul_reduce_scatter_2", "matmul_all_reduce_2", "mlp_2"), compared),
-    **dict.fromkeys(("decode_2", "reshard_2", "scaled_matmul_2", "scaled_matmul_scatter_2"), compared),
+    **dict.fromkeys(
+        ("decode_2", "reshard_2", "all_reduce_norm_2", "scaled_matmul_2", "scaled_matmul_scatter_2"), compared
+    ),
     "torch_operators_2": functions,
     "llama_block": blocks,
     "overhead": hosts,
