@@ -131,7 +131,6 @@ SUMMARY: Mapping[str, str] = {
     "scaled_matmul_2": "all-gather + fp8 matmul",
     "scaled_matmul_scatter_2": "fp8 matmul + reduce-scatter",
     "reshard_2": "collectives alone",
-    "all_reduce_norm_2": "all-reduce + residual + norm, up to 256 rows",
 }
 BY_MODE = {"graph": "functions of `hostir.torch`, replayed", "eager": "functions of `hostir.torch`, issued by Python"}
 BLOCK_WAYS = ("DTensor compiled", "DTensor compiled, async TP", "DTensor compiled, hostir's pass")

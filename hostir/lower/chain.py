@@ -60,7 +60,7 @@ class Chain(Ring):
         product, scatter, *gathers = group.statements
         assert isinstance(product, Matmul | Linear)
         assert isinstance(scatter, ReduceScatter)
-        return Links(host, scatter, product, result_of(gathers[0]) if gathers else None, self.streams).build()
+        return ChainedMatmuls(host, scatter, product, result_of(gathers[0]) if gathers else None, self.streams).build()
 
 
 def _product(program: Program, s: ReduceScatter) -> Matmul | Linear | None:
@@ -73,7 +73,7 @@ def _product(program: Program, s: ReduceScatter) -> Matmul | Linear | None:
     return None if why_not(maker, place, operand_places(maker, place)) else maker
 
 
-class Links:
+class ChainedMatmuls:
     """Builds the chain of one reduce_scatter.
 
     In step n, a rank computes a part of the block that belongs to the rank n + 1 positions before it. In the last step,
@@ -163,8 +163,8 @@ class Links:
         others = Size(team.ranks - 1)
         yield from (SetStream(piece), Synchronize(host.user))
         after = team.peer(Bin("+", offset, Lit(1)))
-        tell = Signal(self.summed, self.flag(team.rank, piece), ARRIVED, after, team.over, span=span)
-        yield For(offset.value, others, (tell,), span=span)
+        announce = Signal(self.summed, self.flag(team.rank, piece), ARRIVED, after, team.over, span=span)
+        yield For(offset.value, others, (announce,), span=span)
         for peer in (after, team.rank):
             views: list[ViewStatement] = []
             place = Chunk(full, self.named("block"), peer, Size(team.ranks), self.axis, span=span)
