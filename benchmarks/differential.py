@@ -3,17 +3,20 @@
     python -m benchmarks.differential --cases 500                                            a first look
     python -m benchmarks.differential --cases 20000 --gloo 500 --out benchmarks/results/differential
     python -m benchmarks.differential --fp8 --cases 2400 --gloo 200                          fp8 matmuls only
+    python -m benchmarks.differential --experts --cases 600 --gloo 100                       mixtures of experts only
     python -m benchmarks.differential --seed 0 --case 1234 [--gloo 1]                        one case again, in full
 
 The cases cover all combinations of a pattern, a strategy, a number of ranks and a number of rows. The patterns are
-those of examples/patterns.py and four sets of random fusions. There are 1, 2, 3, 4 or 8 ranks. The number of rows, M,
+those of examples/patterns.py and five sets of random fusions. There are 1, 2, 3, 4 or 8 ranks. The number of rows, M,
 divides into the equal parts that the program needs, does not divide, is 0, or is 1. Each case has fresh random inputs,
 slices, streams, dtypes and sizes; M is bound at run time. Simulated ranks run the case in a random legal order, in
 memory that holds NaN. Half of the cases write to tensors passed as `out=`, which hold NaN before. With `--gloo` some of
 the cases run on 4 real processes.
 
 With `--fp8` the patterns are fp8 matmuls with every granularity of scales and along each axis. Of 2400 cases, 300 are
-random fusions with fp8 matmuls.
+random fusions with fp8 matmuls. With `--experts` they are mixtures of experts. Of 600 cases, 300 are random fusions
+with grouped matmuls, gradients of their matrices, permuted rows and combined rows. Sizes of groups and indices are
+random, too: groups may be empty, or one group has all rows.
 
 A case has one of four outcomes:
 
@@ -73,13 +76,14 @@ from hostir.kernels.dtypes import torch_dtype
 from hostir.lower import STRATEGIES
 from tests.launch import launch
 from tests.lower.gathered import gathered
+from tests.lower.mixtures import mixture
 from tests.lower.scaled import scaled
 from tests.lower.scattered import scattered
 from tests.strategies import Drawn, fusions
 
 RANKS = (1, 2, 3, 4, 8)
 ROWS = ("divides", "does not", "M = 0", "M = 1")
-FIXED = {pattern.__name__: pattern for pattern in patterns.PATTERNS}
+FIXED = {pattern.__name__: pattern for pattern in (*patterns.PATTERNS, *patterns.EXPERTS)}
 FP8: dict[str, tuple[Callable[..., hi.Fusion], dict[str, Any]]] = {  # patterns with their arguments
     f"{pattern.__name__}, {scales}{f', axis {axis}' if batch else ''}": (
         pattern,
@@ -94,9 +98,11 @@ ROW_FUSIONS = {
     "random gathered rows": gathered,
     "random scattered rows": scattered,
     "random fp8 products": scaled,  # matmuls
+    "random mixtures": mixture,  # of experts
 }
 RANDOM = ("random fusions", *ROW_FUSIONS)
 RANDOM_FP8 = ("random fp8 products",) * 3  # 300 of 2400 cases
+EXPERTS = (*(pattern.__name__ for pattern in patterns.EXPERTS), *("random mixtures",) * 3)  # 300 of 600 cases
 OUTCOMES = ("right", "refused", "wrong", "exception")
 BATCH = 60  # random fusions drawn in one batch
 TRIES = 40  # random fusions that are tried until a strategy can lower one
@@ -122,16 +128,17 @@ class Cell:
 
 CELLS = [Cell(*each) for each in product((*FIXED, *RANDOM), STRATEGIES, RANKS, ROWS)]
 FP8_CELLS = [Cell(*each) for each in product((*FP8, *RANDOM_FP8), STRATEGIES, RANKS, ROWS)]
-for cells in (CELLS, FP8_CELLS):
+EXPERT_CELLS = [Cell(*each) for each in product(EXPERTS, STRATEGIES, RANKS, ROWS)]
+SETS = CELLS, FP8_CELLS, EXPERT_CELLS  # the first cases of the second and the third set are numbered SPAN and 2 * SPAN
+SPAN = 10**9
+for cells in SETS:
     Random(0).shuffle(cells)  # so that any range of numbers is a fair sample
-FIRST_OF_FP8 = 10**9  # number of the first fp8 case
 
 
 def cell_of(number: int) -> Cell:
     """Return the cell of a case."""
-    if number < FIRST_OF_FP8:
-        return CELLS[number % len(CELLS)]
-    return FP8_CELLS[(number - FIRST_OF_FP8) % len(FP8_CELLS)]
+    chosen, place = divmod(number, SPAN)
+    return SETS[chosen][place % len(SETS[chosen])]
 
 
 @dataclass(frozen=True)
@@ -533,7 +540,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=500, help="the least number of cases on simulated ranks")
     parser.add_argument("--gloo", type=int, default=0, help=f"number of cases on {GLOO} gloo processes")
-    parser.add_argument("--fp8", action="store_true", help="fp8 matmuls only")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--fp8", action="store_true", help="fp8 matmuls only")
+    only.add_argument("--experts", action="store_true", help="mixtures of experts only")
     parser.add_argument("--seed", type=int, default=0, help="seed of cases, inputs and schedules")
     parser.add_argument("--case", type=int, help="run only the case of this number, and print it in full")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no more cases after this time")
@@ -542,7 +551,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--on-this-rank", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    first = FIRST_OF_FP8 if options.fp8 else 0
+    first = SPAN * (options.fp8 + 2 * options.experts)
     if options.on_this_rank:
         on_this_rank(options.on_this_rank, options.seed, options.case or 0)
         return 0

@@ -83,7 +83,7 @@ def reductions(program: Program, *, ring: bool = False) -> float:
     """Return `s` for a host program: the squared rounding errors that its sums over ranks add to a result.
 
     The module's docstring explains `s`. Its unit is the square of one rounding error. `ring` is True if NCCL computes
-    the sums in the program's dtypes, from rank to rank.
+    the sums in the program's dtypes, from rank to rank. A sum of a symmetric buffer adds what ranks have sent.
     """
     slots = _symmetric(program)
     sums = (

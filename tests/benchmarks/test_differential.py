@@ -13,8 +13,7 @@ import torch
 
 import hostir as hi
 from benchmarks import differential
-from benchmarks.differential import CELLS, RANDOM, Result, fits, multiple_of, several
-from examples.patterns import PATTERNS
+from benchmarks.differential import CELLS, FIXED, RANDOM, SPAN, Result, fits, multiple_of, several
 from hostir.call import local as local_runs
 from hostir.ir import program as programs
 from hostir.ir.sizes import Division
@@ -40,8 +39,15 @@ def test_random_cases_are_right_or_refused_with_a_true_reason(part: int) -> None
     assert outcomes.count("refused") > CASES // 20
 
 
+def test_random_mixtures_of_experts_are_right_or_refused_with_a_true_reason() -> None:
+    results = several(range(2 * SPAN, 2 * SPAN + 60), SEED)
+    assert not failed(results)
+    assert {result.cell.pattern for result in results} >= {"random mixtures", "moe_layer"}
+    assert sum(result.outcome == "right" for result in results) > 30
+
+
 def test_the_first_cases_cover_all_strategies_ranks_rows_and_patterns() -> None:
-    first, patterns = CELLS[:CASES], len(PATTERNS) + len(RANDOM)
+    first, patterns = CELLS[:CASES], len(FIXED) + len(RANDOM)
     for field, values in (("strategy", 5), ("ranks", 5), ("rows", 4), ("pattern", patterns)):
         assert len({getattr(cell, field) for cell in first}) == values
     assert len(set(CELLS)) == len(CELLS) == 5 * 5 * 4 * patterns

@@ -7,6 +7,7 @@ import torch
 
 import hostir as hi
 from examples import patterns
+from hostir.call.bounds import reductions
 from hostir.call.random import random_inputs
 from hostir.call.reference import reference
 from hostir.ir import HostIRError, Program
@@ -112,6 +113,12 @@ def test_a_grouped_matmul_waits_for_sources_one_by_one(shape: list[int], axis: i
         inputs = random_inputs(program, {}, seed)
         (y,), (exact,) = hi.run(program, *inputs, seed=seed), reference(fusion.program(), inputs)
         torch.testing.assert_close(y.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_every_strategy_adds_the_partial_sums_of_experts_once() -> None:
+    fusion = patterns.moe_layer(ranks=4, S=2, M=4, K=8, H=8)
+    for strategy in ("sequential", "pipeline", "ring", "fused", "push"):
+        assert reductions(hi.lower(fusion, strategy)) == 1  # comparisons allow for the roundings of this sum
 
 
 def permuted(kept: bool = False) -> hi.Fusion:
