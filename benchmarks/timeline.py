@@ -1,0 +1,409 @@
+"""Compare predicted timelines with measured ones, statement by statement, on two ranks.
+
+    torchrun --standalone --nproc-per-node 2 -m benchmarks.timeline --out benchmarks/results/timeline
+    torchrun --standalone --nproc-per-node 2 -m benchmarks.timeline --device cpu --out benchmarks/results/timeline_cpu
+    python -m benchmarks.timeline --draw
+
+The programs are in benchmarks/timeline_programs.json. `--draw` draws them anew from patterns, strategies and sizes, by
+a seed: a third has kernels that wait for flags, and another third has sums or collectives beside a matmul.
+
+A unit is a kernel, a copy or a collective of the plan. Times count from the beginning of the call. The error of a unit
+is the difference between its predicted and its measured end, divided by its measured duration. Each program is measured
+twice. An error below the difference between the two counts as none. Only units of at least 20 us count. The time that a
+kernel waits for flags is listed apart.
+
+On GPUs, the device first waits, so that the host runs ahead, and the ranks begin together. Events on streams give the
+times. The constants of the cost model are those of the GPU, scaled by a calibration at the start.
+
+On CPUs, kernels, copies and collectives sleep for known times (benchmarks/sleeping.py), and nothing is computed. Units
+of at least 2 % of a call count. Sizes are an eighth. Programs of `push` are left out: SMs copy there, and CPUs have none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from random import Random
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import hostir as hi
+from benchmarks.harness import Clock, table, write
+from benchmarks.sleeping import KERNELS, SLEEPING, sleeping
+from examples import patterns
+from hostir.call.executor import Executor
+from hostir.choice import calibration
+from hostir.choice.measure import random_parts
+from hostir.choice.platforms import Platform, platform_here, reference
+from hostir.choice.timeline import predict
+from hostir.ir.program import Program
+from hostir.job.session import Session, session
+from hostir.machines.trace import Trace
+from hostir.plan.operations import CollectiveOp, ComputeOp, Op
+from hostir.plan.unroll import unroll
+
+TITLE = "Predicted timelines, compared with measured ones"
+PROGRAMS = Path(__file__).with_name("timeline_programs.json")
+SEED, COUNT = 41, 30
+PATTERNS = ("allgather_matmul_rows", "column_parallel", "gate_up", "row_parallel", "row_parallel_scattered", "mlp")
+WAYS = (
+    ("sequential", 1),
+    ("pipeline", 2),
+    ("pipeline", 4),
+    ("ring", 1),
+    ("fused", 1),
+    ("fused", 2),
+    ("push", 1),
+)
+SIZES = {"M": (1024, 2048, 4096, 8192), "K": (2048, 4096, 8192), "N": (2048, 4096, 7168), "H": (4096, 8192)}
+SHORTEST = 20.0  # microseconds of a unit that counts, on GPUs
+SHARE = 0.02  # of a call that a unit must take to count, on CPUs
+RUNS = {"cpu": 1, "cuda": 20}
+SECONDS = 8.0  # of a call that sleeps
+AHEAD = 3_000_000  # cycles in which a GPU waits while the host issues a call
+Key = tuple[str, tuple[int, ...], int]  # the text of a unit, its rounds, and its number among equal ones
+Times = dict[Key, tuple[float, float]]  # microseconds from the beginning of the call: begin and end
+
+
+# Programs -------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Case:
+    """A program to predict and to measure: a pattern, its sizes, and the way in which it is lowered and computed."""
+
+    pattern: str
+    sizes: Mapping[str, int]
+    strategy: str
+    streams: int
+    kernels: str
+
+    def __str__(self) -> str:
+        sizes = " ".join(f"{name}={size}" for name, size in self.sizes.items())
+        return f"{self.pattern} {sizes} {self.strategy}/{self.streams} {self.kernels}"
+
+    def program(self, smaller: int = 1) -> Program:
+        """Return the host program for two ranks; with sizes divided by `smaller`, except for the number of slices."""
+        sizes = {name: size if name == "S" else size // smaller for name, size in self.sizes.items()}
+        fusion = getattr(patterns, self.pattern)(ranks=2, dtype="bf16", **sizes)
+        return hi.lower(fusion, self.strategy, self.streams)
+
+
+def drawn(seed: int = SEED, count: int = COUNT) -> list[Case]:
+    """Draw programs: a third with kernels that wait, a third with sums or collectives beside matmuls, and others."""
+    random, cases = Random(seed), list[Case]()
+    for wanted in (waits, beside, lambda case: True):
+        kept: list[Case] = []
+        while len(kept) < count // 3:
+            case = _draw(random)
+            if case not in (*cases, *kept) and wanted(case):
+                kept.append(case)
+        cases += kept
+    return cases
+
+
+def _draw(random: Random) -> Case:
+    pattern, (strategy, streams) = random.choice(PATTERNS), random.choice(WAYS)
+    known = getattr(patterns, pattern).__code__.co_varnames
+    sizes = {name: random.choice(values) for name, values in SIZES.items() if name in known}
+    slices = random.choice((2, 4)) if strategy == "pipeline" else 1
+    return Case(pattern, {"S": slices, **sizes}, strategy, streams, random.choice(("cublas", "triton")))
+
+
+def waits(case: Case) -> bool:
+    """Return True if a program has kernels that wait for flags."""
+    in_one_kernel = (op for op in _ops(case) if case.kernels == "triton" or op.computation == "sum")
+    return any(op.ready is not None for op in in_one_kernel)
+
+
+def beside(case: Case) -> bool:
+    """Return True if a program has sums or collectives that run beside a matmul."""
+    program = case.program(smaller=8)
+    ops = unroll(program, 0, {}).ops
+    shared = any(isinstance(op, CollectiveOp) or _computes(op, "sum") for op in ops)
+    return program.streams > 0 and shared and any(_computes(op, "matmul", "linear") for op in ops)
+
+
+def _ops(case: Case) -> Iterator[ComputeOp]:
+    return (op for op in unroll(case.program(smaller=8), 0, {}).ops if isinstance(op, ComputeOp))
+
+
+def _computes(op: Op, *computations: str) -> bool:
+    return isinstance(op, ComputeOp) and op.computation in computations
+
+
+def committed() -> list[Case]:
+    """Return the programs of the committed list."""
+    return [Case(**row) for row in json.loads(PROGRAMS.read_text())]
+
+
+# Times ----------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Unit:
+    """A kernel, a copy or a collective, with its predicted and its measured times in microseconds.
+
+    Fields:
+        statement: its text and its rounds.
+        begin, end: the predicted times from the beginning of the call.
+        waited: the predicted part of this time in which it waits for flags or for other ranks.
+        measured: the measured begin and end.
+        noise: the difference between two measurements of the end.
+        kernel_waits: True if a kernel waits for flags.
+    """
+
+    statement: str
+    begin: float
+    end: float
+    waited: float
+    measured: tuple[float, float]
+    noise: float
+    kernel_waits: bool
+
+    @property
+    def duration(self) -> float:
+        return self.measured[1] - self.measured[0]
+
+    @property
+    def error(self) -> float:
+        """The error of the end, relative to the measured duration; 0 if it is not larger than the noise."""
+        off = abs(self.end - self.measured[1])
+        return 0.0 if off <= self.noise else off / self.duration
+
+
+def keyed(spans: Iterable[tuple[str, tuple[int, ...], float, float]]) -> Times:
+    """Return the times of units by their keys. The spans are in the order in which they begin."""
+    times: Times = {}
+    count: dict[tuple[str, tuple[int, ...]], int] = defaultdict(int)
+    for text, rounds, begin, end in spans:
+        times[text, rounds, count[text, rounds]] = begin, end
+        count[text, rounds] += 1
+    return times
+
+
+def middle(runs: Sequence[Times]) -> Times:
+    """Return the median of the times of several runs."""
+    return {key: (median(r[key][0] for r in runs), median(r[key][1] for r in runs)) for key in runs[0]}
+
+
+class Bench:
+    """Predicts and measures programs on this rank."""
+
+    def __init__(self, job: Session, runs: int) -> None:
+        self.job, self.runs = job, runs
+        self.on_gpu = job.device.type == "cuda"
+        self.platform = self.calibrated() if self.on_gpu else reference(SLEEPING, job.size)
+        self.clock = Clock(job.device) if self.on_gpu else None
+
+    def calibrated(self) -> Platform:
+        """Return the platform with constants that are scaled by a calibration now."""
+        platform, times = platform_here("cuda", self.job.size), calibration.measure(self.job)
+        known = platform.hardware.name in platform.name.lower()
+        hardware = calibration.scaled(platform.hardware, times, "cuda", self.job.size, known=known)
+        return replace(platform, hardware=hardware)
+
+    def compare(self, case: Case) -> dict[str, Any]:
+        """Predict and measure one program; return its figures, the same on all ranks."""
+        program = case.program() if self.on_gpu else case.program(smaller=8)
+        kernels = case.kernels if self.on_gpu else KERNELS
+        predicted = predict(program, {}, self.platform, kernels)
+        slower = 1.0 if self.on_gpu else SECONDS * 1e6 / predicted.us
+        first, second = self.measure(program, kernels, slower)
+        shortest = SHORTEST if self.on_gpu else SHARE * predicted.us
+        mine = [span for span in predicted.spans if span.rank == self.job.rank]
+        spans = keyed((s.statement, s.rounds, s.begin, s.end) for s in mine)
+        waited = dict(zip(spans, (s.waited for s in mine), strict=True))
+        units = [
+            Unit(_text(key), *spans[key], waited[key], times, abs(times[1] - second.times[key][1]), _polls(key))
+            for key, times in first.times.items()
+            if key in spans and times[1] - times[0] >= shortest
+        ]
+        found = {
+            "units": [asdict(unit) | {"error": unit.error} for unit in units],
+            "missing": [_text(key) for key in first.times.keys() - spans.keys()],
+            "us": first.us,
+            "untraced_us": first.untraced_us,
+        }
+        ranks = [json.loads(text) for text in self.job.exchange("timeline", json.dumps(found), 600.0)]
+        return {
+            "case": str(case),
+            "predicted_us": predicted.us,
+            "us": max(rank["us"] for rank in ranks),
+            "untraced_us": max(rank["untraced_us"] for rank in ranks),
+            "missing": [text for rank in ranks for text in rank["missing"]],
+            "units": [unit for rank in ranks for unit in rank["units"]],
+        }
+
+    def measure(self, program: Program, kernels: str, slower: float) -> tuple[Measured, Measured]:
+        """Measure a program twice. `slower` is the factor by which operations sleep longer than they are predicted."""
+        if self.on_gpu:
+            return self.on_cuda(program, kernels), self.on_cuda(program, kernels)
+        with sleeping(slower):
+            trace = Trace()
+            executor, inputs = Executor(program, kernels="aten", trace=trace), random_parts(program, {}, 0, self.job)
+            executor.prepare(inputs, None)
+            return self.sleep(executor, inputs, trace, slower), self.sleep(executor, inputs, trace, slower)
+
+    def sleep(self, executor: Executor, inputs: Sequence[Any], trace: Trace, slower: float) -> Measured:
+        """Measure one call that sleeps. All ranks begin it at the same time."""
+        soon = [float(text) for text in self.job.exchange("begin", repr(time.time() + 0.1))]
+        trace.events.clear()
+        begin = max(soon)
+        time.sleep(begin - time.time())
+        executor(*inputs)
+        us = (time.time() - begin) * 1e6 / slower
+        events = sorted(trace.events, key=lambda e: e.start)
+        scale = 1e6 / slower
+        spans = ((e.statement, e.rounds, (e.start - begin) * scale, (e.end - begin) * scale) for e in events)
+        return Measured(keyed(spans), us, us)
+
+    def on_cuda(self, program: Program, kernels: str) -> Measured:
+        """Measure calls on a GPU, with events around all units and without."""
+        assert self.clock is not None
+        inputs = random_parts(program, {}, 0, self.job)
+        plain = Executor(program, kernels=kernels, graphs=False)
+        traced = Executor(program, kernels=kernels, graphs=False, trace=Trace())
+        runs, times = list[Times](), {"with": list[float](), "without": list[float]()}
+        for number in range(self.runs + WARM):
+            for name, executor in (("with", traced), ("without", plain)):
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                self.clock.flush.zero_()
+                torch.cuda._sleep(AHEAD)
+                self.clock.line.barrier(channel=7)
+                begin.record()
+                executor(*inputs)
+                end.record()
+                torch.cuda.synchronize()
+                if number >= WARM:
+                    times[name].append(begin.elapsed_time(end) * 1e3)
+                    runs += [self.spans(traced, begin)] if name == "with" else []
+        return Measured(middle(runs), median(times["with"]), median(times["without"]))
+
+    def spans(self, executor: Executor, begin: torch.cuda.Event) -> Times:
+        """Return the times of the units of the latest call, from the event `begin`."""
+        plan = executor.latest.plan  # type: ignore[attr-defined]
+        rows = [
+            (plan.unrolled.text(op), op.place.rounds, begin.elapsed_time(start) * 1e3, begin.elapsed_time(end) * 1e3)
+            for op, start, end in plan.timeline.spans
+        ]
+        return keyed(sorted(rows, key=lambda row: row[2]))
+
+
+WARM = 4
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The times of the units of a program on this rank, and of the program with and without events around the units."""
+
+    times: Times
+    us: float
+    untraced_us: float
+
+
+def _polls(key: Key) -> bool:
+    """Return True if a unit is a kernel that waits for flags."""
+    return " ready %" in key[0]
+
+
+def _text(key: Key) -> str:
+    text, rounds, number = key
+    return f"{text} {list(rounds)}{f' #{number}' * bool(number)}"
+
+
+# The report -----------------------------------------------------------------------------------------------------------
+def within(errors: Sequence[float], limit: float) -> str:
+    """Return the share of errors within a limit, as text."""
+    return f"{100 * sum(error <= limit for error in errors) / len(errors):.0f}" if errors else "-"
+
+
+def report(results: list[dict[str, Any]]) -> str:
+    """Return tables: all units, each program, and the kernels that wait."""
+    rows = []
+    for r in results:
+        errors = [unit["error"] for unit in r["units"]]
+        rows.append(
+            [
+                r["case"],
+                str(len(errors)),
+                *(within(errors, limit) for limit in (0.05, 0.1, 0.15)),
+                f"{100 * median(errors):.1f}" if errors else "-",
+                f"{100 * max(errors):.1f}" if errors else "-",
+                f"{r['predicted_us']:.0f}",
+                f"{r['us']:.0f}",
+                f"{100 * abs(r['predicted_us'] / r['us'] - 1):.1f}",
+                f"{100 * (r['us'] / r['untraced_us'] - 1):.1f}",
+            ]
+        )
+    errors = [unit["error"] for r in results for unit in r["units"]]
+    programs = [abs(r["predicted_us"] / r["us"] - 1) for r in results]
+    figures = {"units": (errors, (0.05, 0.1, 0.15)), "programs": (programs, (0.05, 0.08, 0.15))}
+    summary = [
+        [name, str(len(each)), *(within(each, limit) for limit in limits), f"{100 * median(each):.1f}"]
+        for name, (each, limits) in figures.items()
+    ]
+    waiting = [_waiting(r["case"], unit) for r in results for unit in r["units"] if unit["kernel_waits"]]
+    heads = ["program", "units", "within 5 %", "10 %", "15 %", "median %", "worst %"]
+    text = table(["", "number", "within 5 %", "10 % (programs: 8 %)", "15 %", "median %"], summary)
+    text += "\n\n" + table([*heads, "predicted us", "measured us", "off %", "events cost %"], rows)
+    if waiting:
+        heads = ["program", "kernel", "waits us, predicted", "measured", "us in all, predicted", "measured"]
+        text += (
+            f"\n\nKernels that wait for flags. The rest of their time counts as predicted.\n\n{table(heads, waiting)}"
+        )
+    return text
+
+
+def _waiting(case: str, unit: Mapping[str, Any]) -> list[str]:
+    """Return the row of a kernel that waits for flags."""
+    predicted, measured = unit["end"] - unit["begin"], unit["measured"][1] - unit["measured"][0]
+    waits = (unit["waited"], max(measured - predicted + unit["waited"], 0.0))
+    return [case, unit["statement"], *(f"{us:.0f}" for us in (*waits, predicted, measured))]
+
+
+def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--draw", action="store_true", help=f"write {PROGRAMS.name}, and measure nothing")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="default: %(default)s")
+    parser.add_argument("--first", type=int, default=COUNT, help="measure this many programs (default: %(default)s)")
+    parser.add_argument("--every", type=int, default=1, help="measure every n-th program (default: %(default)s)")
+    parser.add_argument("--runs", type=int, help="timed calls of each measurement (default: 20, on a CPU 1)")
+    parser.add_argument("--out", type=Path, help="write OUT.json and OUT.md")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    """Measure the programs, print a line for each, and write the tables and the figures on rank 0."""
+    options = parse_options()
+    if options.draw:
+        PROGRAMS.write_text(json.dumps([asdict(case) for case in drawn()], indent=1) + "\n")
+        return
+    results: list[dict[str, Any]] = []
+    with session(options.device) as job, torch.no_grad():
+        if job is None or job.size != 2:
+            sys.exit("start it with torchrun, two processes, on GPUs with a GPU each")
+        bench = Bench(job, options.runs or RUNS[options.device])
+        for case in committed()[:: options.every][: options.first]:
+            if options.device == "cpu" and case.strategy == "push":
+                continue
+            results.append(bench.compare(case))
+            if job.rank == 0:
+                r, errors = results[-1], [unit["error"] for unit in results[-1]["units"]]
+                worst = f"worst error {100 * max(errors):.1f} %" if errors else "no unit counts"
+                print(f"{case}: {r['predicted_us']:.0f} predicted, {r['us']:.0f} measured, {worst}", flush=True)
+                if options.out:
+                    write(options.out, TITLE, report(results), {"rows": results})
+        dist.barrier()
+        if job.rank == 0:
+            print(report(results))
+
+
+if __name__ == "__main__":
+    main()
