@@ -241,7 +241,7 @@ class Executor:
     def graph_refusal(self) -> str | None:
         """The reason why calls like the latest one, with `out=`, are not replayed from CUDA graphs.
 
-        It is None if they are replayed.
+        It is None if they are replayed. A reason may be that they have few driver calls.
         """
         raise NotImplementedError
 

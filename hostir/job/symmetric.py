@@ -26,7 +26,7 @@ import json
 import platform
 import weakref
 from collections import Counter
-from collections.abc import Callable, Container, Hashable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from math import prod
@@ -209,18 +209,18 @@ class SharedMemory:
                 zero = place == SLOTS or (place, owner) in self.flags
                 buffer.fill_(0 if zero else undefined(buffer.dtype))
 
-    def overwrite(self, rank: int, page: torch.Tensor, places: Container[BufferPlace] | None = None) -> None:
-        """Overwrite all buffers of a rank except flags with copies of a page of bytes.
+    def overwrite(self, rank: int, page: torch.Tensor, *, slots: bool = False) -> None:
+        """Overwrite all buffers of a rank except flags and slots with copies of a page of bytes; or only the slots.
 
         The copies are issued to the current stream. They run on copy engines and need no kernels.
 
         Args:
             rank: the rank whose buffers are overwritten.
             page: a uint8 tensor in pinned memory.
-            places: if it is set, only these buffers are overwritten.
+            slots: True to overwrite only the slots of sums.
         """
         for (place, owner), buffer in self.flat.items():
-            if owner == rank and (place, owner) not in self.flags and (places is None or place in places):
+            if owner == rank and (place, owner) not in self.flags and (place == SLOTS) == slots:
                 for part in buffer.view(torch.uint8).split(len(page)):
                     part.copy_(page[: len(part)], non_blocking=True)
 

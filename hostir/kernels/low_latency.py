@@ -211,7 +211,8 @@ class LowLatencySum:
     """A kernel that sums tensors of all ranks. A call of the object launches the kernel.
 
     All ranks call it in the same order, and each rank on one stream, or on streams that follow each other. The kernel
-    waits for the peers without a timeout. It ends early if its slots are overwritten with anything but zeros.
+    waits for the peers without a timeout. If its slots are overwritten with 16-bit
+    integers -32768, it ends, and its sums are NaN.
 
     Sums are computed in float32, in the order of the ranks, and rounded once. So all ranks get the same bits. Ranks may
     call kernels with different epilogues.
@@ -273,13 +274,15 @@ class LowLatencySum:
     ) -> tuple[int, Compiled | None, tuple[object, ...]]:
         """Load the kernel for sums like `result`. Return the number of programs, the kernel and arguments."""
         width, size, columns = result.element_size(), result.numel(), result.shape[-1]
+        if size >= 1 << 31:
+            raise ValueError(f"a sum by low_latency has fewer than 2^31 elements, and this one has {size}")
         sms, most, unit, eps, limit = min(PROGRAMS, limits(self.device).sms), MAX_WARPS, VECTOR // width, 0.0, 0.0
         if self.epilogue is None:
             bytes = triton.next_power_of_2(-(-size * width // sms))
             bytes = min(max(bytes, BLOCKS[0]), BLOCKS[1])
             blocks = -(-size * width // bytes)
         else:
-            bytes, blocks = triton.next_power_of_2(columns) * width, size // columns
+            bytes, blocks = max(triton.next_power_of_2(columns), 32) * width, size // columns  # an element for a lane
             most *= 1 + (columns > LONGEST)
             unit = unit if columns % unit == 0 else 1
             eps, fp8 = self.epilogue.eps, self.epilogue.fp8

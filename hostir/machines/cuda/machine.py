@@ -229,7 +229,7 @@ class CudaPlan:
         if self.uniform_only or self.tapes is None or (latest := self.tapes.latest) is None:
             return self.uniform_only
         few = 0 < latest.issued <= FEW
-        return f"native code issues its {latest.issued} driver calls as fast as a graph" if few else ""
+        return f"its {latest.issued} driver calls are issued as fast as a graph" if few else ""
 
     def run(
         self,

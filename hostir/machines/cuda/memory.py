@@ -54,6 +54,7 @@ class PeerMemory:
         self.mine = torch.empty(0)  # between `reserve` and `map`
         self.aside: torch.cuda.Stream | None = None  # for flags that are raised while all other streams may wait
         self.nans = torch.empty(0, dtype=torch.uint8)  # pinned bytes, which are NaN in every dtype
+        self.summands = torch.empty(0, dtype=torch.uint8)  # pinned bytes, which are inverted NaN in every dtype
         self.host_group: Any = None  # the registered group of the ranks of this host, if there are several hosts
         self.handle: Any = None  # torch's handle of the latest mapped memory; peers stay mapped as long as it lives
 
@@ -191,7 +192,7 @@ class PeerMemory:
                     for pad, state in zip(pads, next(states), strict=True):
                         pad.copy_(state, non_blocking=True)
                     for memory in memories:
-                        memory.overwrite(self.rank, self.nans, [SLOTS])
+                        memory.overwrite(self.rank, self.summands, slots=True)
                 issued.record(aside)
             time.sleep(PAUSE)
 
@@ -223,7 +224,9 @@ class PeerMemory:
         flow_control_of(unrolled, memory)
         if self.aside is None:  # create it now: a GPU that waits for peers might not be able to
             self.aside = own_stream(self, self.device, HIGHEST)
-            self.nans = torch.full((PAGE,), 0xFF, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+            pinned = self.device.type == "cuda"
+            self.nans = torch.full((PAGE,), 0xFF, dtype=torch.uint8, pin_memory=pinned)
+            self.summands = torch.full((PAGE // 2,), -(1 << 15), dtype=torch.int16, pin_memory=pinned).view(torch.uint8)
 
     def prepare(self, memory: SharedMemory) -> None:
         """Initialise the flags for the first call of a program, and wait until they are initialised.

@@ -19,11 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hostir.machines.binding import Step
 from hostir.machines.cuda.native import native
 from hostir.machines.cuda.tape import Memory, Segment, TapeEntry, TapeWriter
-from hostir.plan.operations import CALLER, AllocateOp, CollectiveOp, ViewOp
+from hostir.plan.operations import CALLER, AllocateOp, CollectiveOp, ComputeOp, ViewOp
 
 if TYPE_CHECKING:
     from hostir.machines.cuda.machine import CudaPlan
 
+MANY = 1000
 MAX_TAPES = 8  # the number of tapes that a plan keeps: callers have few streams, and most tensors are aligned
 aten = torch.ops.aten
 WITHOUT_WORK = aten.empty_strided.default, aten.record_stream.default  # beside the operators that make views
@@ -38,7 +39,8 @@ class IssuedSteps:
         ends: for each n, the number of steps of the plan that have begun when the first n elements of `steps` have
             begun.
         text: the steps as text, with the driver calls of each segment; empty without a tape.
-        issued: the number of driver calls by native code and of steps that Python issues; 0 without a tape.
+        issued: the number of driver calls by native code and of computations that Python issues; 0 without a tape. Any
+            other step that Python issues counts as MANY.
     """
 
     steps: Sequence[Step]
@@ -180,7 +182,7 @@ class TapedRun:
                 if not isinstance(op, AllocateOp):
                     self.flush(number)
                     self.lines.append(f"by Python: {plan.unrolled.describe(op)}")
-                    self.issued += 1
+                    self.issued += 1 if isinstance(op, ComputeOp) else MANY
                 if switch is not None and stream != now:
                     self.add(switch, number)
                     now = stream
