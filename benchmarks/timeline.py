@@ -16,7 +16,8 @@ On GPUs, the device first waits, so that the host runs ahead, and the ranks begi
 times. The constants of the cost model are those of the GPU, scaled by a calibration at the start.
 
 On CPUs, kernels, copies and collectives sleep for known times (benchmarks/sleeping.py), and nothing is computed. Units
-of at least 2 % of a call count. Sizes are an eighth. Programs of `push` are left out: SMs copy there, and CPUs have none.
+of at least 2 % of a call count. Sizes are an eighth. Programs of `push` are left out: SMs copy there, and CPUs have no
+SMs.
 """
 
 from __future__ import annotations

@@ -291,8 +291,9 @@ def test_no_required_score_is_above_1_unless_a_peer_beats_the_floor(benchmark: s
 @on_ranks
 def test_a_full_run_of_allgather_matmul(folder: Path) -> None:
     rows, table = measured(folder, "allgather_matmul_2")
-    assert right(rows[0]) == {BY_HAND, COMPILED, *STRATEGIES}
-    assert took_part(rows[0]) == {BY_HAND, TORCH, "torch native", COMPILED, *STRATEGIES}
+    ours = {COMPILED, *STRATEGIES} - {"chain"}  # it gathers as `ring` does
+    assert right(rows[0]) == {BY_HAND, *ours}
+    assert took_part(rows[0]) == {BY_HAND, TORCH, "torch native", *ours}
     assert "| hi.compile | its score |" in table
 
 
