@@ -117,7 +117,7 @@ def a_first_step_warns_once_at_the_line_of_the_user() -> None:
         first, hint = str(each.message).splitlines()
         assert each.filename == __file__
         assert "self.gate(x)" in notices.linecache.getline(each.filename, each.lineno)
-        assert "ring, fused and push are not possible here" in first
+        assert "ring, chain, fused and push are not possible here" in first
         assert "pipeline" not in first, "operators have no Stream axis"
         assert hint.startswith("  hint: hostir.torch.report()"), "no command about a file, because there is no file"
     report = hi.torch.report()
