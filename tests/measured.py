@@ -46,6 +46,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 }
 OTHERS = {
     "chart": "draws the results of other benchmarks",
+    "timeline": "compares predicted timelines with measured ones; it has not been run on GPUs",
     "moe": "compares mixtures of experts; it has not been run on GPUs",
     "generate": "decodes with a cache; it has not been run on GPUs",
     "train": "trains a stack of layers; it has not been run on GPUs",
