@@ -480,7 +480,7 @@ def every_mode_of_inductor_fuses_forward_and_backward() -> None:
 
 @case
 def options_refuse_an_unknown_mode() -> None:
-    with pytest.raises(hi.HostIRError, match="one of default, .*reduce-overhead"):
+    with pytest.raises(hi.HostIRError, match=r"one of default, .*reduce-overhead"):
         OverlapPass().options("reduce-overheads")
 
 
