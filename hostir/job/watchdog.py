@@ -40,10 +40,11 @@ from hostir.ir.source import Diagnostic, HostIRError
 
 if TYPE_CHECKING:
     from hostir.plan.operations import Op
-from hostir.job.links import Links, MisalignedError, RankEvent, headline
+from hostir.job.links import PAUSE, Links, MisalignedError, RankEvent, headline
 
 PERIOD = 0.5  # seconds between two checks
 STILL = 0.1  # seconds that a run may make no progress after another rank has abandoned a call
+LOSS = 0.5  # after a call was abandoned, the seconds that a rank waits to hear that another rank has died
 LAST_WORDS = 1.0  # after a rank has died, the seconds that a rank between runs has to end by an error that it raises
 RENEWAL = "results of earlier calls that were not waited for may be lost; the next call of each rank begins anew"
 ASKED = b"!"  # the byte that our SIGTERM handler writes to wake the thread; no signal has this number
@@ -172,8 +173,9 @@ class Watchdog:
     def blame(self, failure: HostIRError, abandoned: bool = False) -> HostIRError:
         """Report a failure of this rank to all ranks; return the error to raise.
 
-        If another rank has failed before, the error gets a note about this. `abandoned` is True if peers may wait for
-        the rest of this rank's call.
+        If another rank has failed before or has died, the error gets a note about this. `abandoned` is True if peers
+        may wait for the rest of this rank's call. Then the failure may come from the death of a rank, and this rank
+        waits a moment to hear of it: a lost connection is noticed before the end of a process.
         """
         if isinstance(failure, MisalignedError):  # all ranks know it already
             return failure
@@ -181,11 +183,17 @@ class Watchdog:
         self.links.announce(what, headline(failure), self.renewals)
         self.links.await_own()
         self.learn()
-        theirs = self.first is not None and self.first.rank != self.rank
-        cause = self.first.words if theirs and self.first is not None else self.loss()
-        if cause and cause not in failure.diagnostics[0].message:
-            first, *rest = failure.diagnostics
-            failure = HostIRError(replace(first, notes=(*first.notes, (None, f"first, {cause}"))), *rest)
+        heard_by = time.monotonic() + LOSS
+        while abandoned and self.died is None and time.monotonic() < heard_by:
+            time.sleep(PAUSE)
+            self.links.pump()
+            self.learn()
+        theirs = self.first if self.first is not None and self.first.rank != self.rank else None
+        ended = theirs is not None and self.died is not None and theirs.rank == self.died.rank  # its failure ended it
+        causes = ("" if ended else self.loss(), theirs.words if theirs is not None else "")
+        first, *rest = failure.diagnostics
+        notes = tuple((None, f"first, {cause}") for cause in causes if cause and cause not in first.message)
+        failure = HostIRError(replace(first, notes=(*first.notes, *notes)), *rest) if notes else failure
         self.raised, self.acknowledged, self.disturbed = failure, True, True
         return failure
 

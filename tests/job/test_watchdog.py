@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hostir.ir.source import HostIRError
+from hostir.ir.source import Diagnostic, HostIRError
 from hostir.job import watchdog
 from hostir.job.links import RankEvent
 from hostir.job.watchdog import Watchdog
@@ -100,6 +100,27 @@ def test_a_call_that_another_rank_abandons_ends_the_current_run(dog: Watchdog, m
         "a call ended midway on another rank, and what rank 0 has issued may wait for its rest: rank 1, 'relu" in text
     )
     assert dog.disturbed
+
+
+@pytest.mark.parametrize(
+    ("later", "told"),
+    [
+        (RankEvent("died", 2, "its process has ended"), ["first, rank 2 died: its process has ended", "first, reset"]),
+        (RankEvent("died", 1, "its process has ended"), ["first, reset"]),
+        (None, ["first, reset"]),
+    ],
+)
+def test_the_error_of_an_abandoned_call_names_a_death_that_is_noticed_after_it(
+    later: RankEvent | None, told: list[str], dog: Watchdog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "LOSS", 0.2)
+    dog.everyone = {0, 1, 2}
+    dog.take(RankEvent("abandoned", 1, "reset"))
+    arrival = threading.Timer(0.05, lambda: later is not None and dog.links.spread(later))
+    arrival.start()
+    failure = dog.blame(HostIRError(Diagnostic("rank 0, 'allgather': closed by its peer")), abandoned=True)
+    arrival.join()
+    assert [text for _, text in failure.diagnostics[0].notes] == told
 
 
 def test_a_misalignment_reported_while_a_call_begins_disturbs_the_next_call(dog: Watchdog) -> None:
