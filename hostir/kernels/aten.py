@@ -353,6 +353,32 @@ def quantize(out: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, *, dtype: 
     out.copy_((x.float() / scale.float()).clamp_(-limit, limit).to(narrow))
 
 
+def power_of_two_scales(x: torch.Tensor) -> torch.Tensor:
+    """Return the scale of each row of `x` for e4m3 in f32: the least power of two for which no element is too large.
+
+    It is at least 2^-126. The scale of a row with a NaN is NaN, and the scale of a row with an infinity is infinite.
+    The largest number of e4m3 is 1.75 * 2^8. So the scale is 2^(e - 8) if the largest absolute value of the row is at
+    most 1.75 * 2^e, and else 2^(e - 7). This adds to the bits of that value, so that those above 1.75 carry into the
+    exponent.
+    """
+    if not x.shape[-1]:
+        return x.new_full([*x.shape[:-1], 1], LEAST_SCALE, dtype=torch.float32)
+    most = x.abs().amax(-1, keepdim=True).float().view(torch.int32)
+    bits = ((most + 0x1FFFFF) & 0x7F800000) - (8 << 23)
+    return torch.where(most < 0x7F800000, bits.clamp_min(0x800000), most).view(torch.float32)
+
+
+def quantize_rows(out: torch.Tensor, scale: torch.Tensor, x: torch.Tensor) -> None:
+    """Quantize each row of `x` to e4m3: `scale` is `power_of_two_scales(x)`, and `out = x / scale`."""
+    scale.copy_(power_of_two_scales(x))
+    out.copy_((x.float() / scale).to(out.dtype))
+
+
+def dequantize_rows(out: torch.Tensor, x: torch.Tensor, scale: torch.Tensor) -> None:
+    """`out = x * scale`, for rows in fp8 and a scale for each row."""
+    out.copy_(x.float() * scale)
+
+
 KERNELS: dict[str, Callable[..., None]] = {
     f.__name__: f
     for f in (

@@ -1,6 +1,7 @@
-"""Quantize to 8-bit floats in Triton. One kernel computes the scales of rows or blocks; another divides by them.
+"""Quantize to 8-bit floats in Triton, and back.
 
-Each kernel reads its input `x` once.
+One kernel computes the scales of rows or blocks; another divides by them. Each of them reads its input `x` once.
+`quantize_rows` does both in one kernel, with scales that are powers of two.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from hostir.kernels.matmul.conversions import from_float32, to_float32
 from hostir.kernels.matmul.operands import DTYPES
 
 _WIDTH = 4096  # elements that a program reads at once
+_TILE = 64  # rows and columns of a tile, if neighbouring elements of a column are neighbours in memory
 _WARPS = 8
 
 
@@ -99,6 +101,80 @@ def _quantize_kernel(
     tl.store(out + row * out_row + far * out_column, from_float32(quotient, out.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _power_of_two(most):
+    """Return the power-of-two scale for e4m3 of numbers whose largest absolute value has the bits `most`.
+
+    See `aten.quantize_rows`.
+    """
+    bits = ((most + 0x1FFFFF) & 0x7F800000) - (8 << 23)
+    return tl.where(most < 0x7F800000, tl.maximum(bits, 0x800000), most).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _read_tile(x, row, column, rows, columns, x_row, x_column):
+    """Return a tile of `x` as float32; 0 outside of the `rows` and `columns`."""
+    mask = (row < rows)[:, None] & (column < columns)[None, :]
+    at = row.to(tl.int64)[:, None] * x_row + column.to(tl.int64)[None, :] * x_column
+    return to_float32(tl.load(x + at, mask=mask, other=0.0))
+
+
+@triton.jit
+def _write_tile(out, read, by, row, column, rows, columns, out_row, out_column):
+    """Multiply each row of a tile with its number of `by`, and store the result in the dtype of `out`."""
+    mask = (row < rows)[:, None] & (column < columns)[None, :]
+    at = row.to(tl.int64)[:, None] * out_row + column.to(tl.int64)[None, :] * out_column
+    tl.store(out + at, from_float32(read * by[:, None], out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _quantize_rows_kernel(
+    x,
+    scale,
+    out,
+    rows,
+    columns,
+    x_row,
+    x_column,
+    scale_row,
+    out_row,
+    out_column,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ONCE: tl.constexpr,
+):
+    """Quantize `ROWS` rows, and store their scales. If `ONCE`, one tile holds the rows; else they are read twice."""
+    row, place = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    if ONCE:
+        read = _read_tile(x, row, place, rows, columns, x_row, x_column)
+        most = tl.max(magnitude(read), 1)
+    else:
+        most = tl.zeros((ROWS,), dtype=tl.int32)
+        for start in range(0, columns, WIDTH):
+            tile = _read_tile(x, row, start + place, rows, columns, x_row, x_column)
+            most = tl.maximum(most, tl.max(magnitude(tile), 1))
+    by = _power_of_two(most)
+    tl.store(scale + row.to(tl.int64) * scale_row, by, mask=row < rows)
+    inverse = tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), by)  # exact, because `by` is a power of two
+    if ONCE:
+        _write_tile(out, read, inverse, row, place, rows, columns, out_row, out_column)
+    else:
+        for start in range(0, columns, WIDTH):
+            tile = _read_tile(x, row, start + place, rows, columns, x_row, x_column)
+            _write_tile(out, tile, inverse, row, start + place, rows, columns, out_row, out_column)
+
+
+@triton.jit
+def _dequantize_kernel(x, scale, out, columns, x_row, x_column, scale_row, out_row, out_column, WIDTH: tl.constexpr):
+    """Multiply up to `WIDTH` elements of a row by the scale of the row."""
+    pieces = tl.cdiv(columns, WIDTH)
+    row, column = (tl.program_id(0) // pieces).to(tl.int64), tl.program_id(0) % pieces * WIDTH + tl.arange(0, WIDTH)
+    mask, far = column < columns, column.to(tl.int64)
+    read = to_float32(tl.load(x + row * x_row + far * x_column, mask=mask, other=0.0))
+    product = from_float32(read * tl.load(scale + row * scale_row), out.dtype.element_ty)
+    tl.store(out + row * out_row + far * out_column, product, mask=mask)
+
+
 def row_scales(out: torch.Tensor, x: torch.Tensor, *, dtype: str, block: int = 0) -> None:
     """Compute `out = max(amax / limit, 2^-126)` in Triton, for each row of `x`, or for each `block` elements of a row.
 
@@ -145,6 +221,53 @@ def quantize(out: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, *, dtype: 
             *(flat, by_rows, flat_out, columns, columns // scale.shape[-1]),
             *(*flat.stride(), *by_rows.stride(), *flat_out.stride()),
             torch.finfo(aten.FP8[dtype]).max,
+            WIDTH=width,
+            num_warps=_WARPS,
+        )
+
+
+def quantize_rows(out: torch.Tensor, scale: torch.Tensor, x: torch.Tensor) -> None:
+    """Quantize each row of `x` to e4m3, with a power of two as its scale: see `aten.quantize_rows`.
+
+    If the elements of a column are neighbours in memory, the kernel reads and writes tiles, so that memory is read in
+    long pieces. ATen computes the result instead if Triton's kernels do not take the dtype of `x`, if `x` has no
+    elements, or if the rows of a tensor have no constant stride.
+    """
+    flat, flat_out, flat_scale = rows(x), rows(out), rows(scale)
+    if flat is None or flat_out is None or flat_scale is None or x.dtype not in DTYPES or not x.numel():
+        aten.quantize_rows(out, scale, x)
+        return
+    count, columns = flat.shape
+    width = min(triton.next_power_of_2(columns), 2 * _WIDTH)
+    height = max(_WIDTH // width, 1)
+    if flat.stride(1) != 1 and flat.stride(0) == 1:
+        width, height = min(width, _TILE), _TILE
+    with launching(check_device(x=x, scale=scale, out=out)):
+        launch(
+            *(_quantize_rows_kernel, -(-count // height)),
+            *(flat, flat_scale, flat_out, count, columns),
+            *(*flat.stride(), flat_scale.stride(0), *flat_out.stride()),
+            ROWS=height,
+            WIDTH=width,
+            ONCE=columns <= width,
+            num_warps=_WARPS,
+        )
+
+
+def dequantize_rows(out: torch.Tensor, x: torch.Tensor, scale: torch.Tensor) -> None:
+    """Compute `out = x * scale` in Triton, for rows in fp8 and a scale for each row.
+
+    ATen computes the result instead if `x` has no elements, or if the rows of a tensor have no constant stride.
+    """
+    flat, flat_out, flat_scale = rows(x), rows(out), rows(scale)
+    if flat is None or flat_out is None or flat_scale is None or out.dtype not in DTYPES or not x.numel():
+        aten.dequantize_rows(out, x, scale)
+        return
+    (count, columns), width = flat.shape, min(triton.next_power_of_2(x.shape[-1]), _WIDTH)
+    with launching(check_device(x=x, scale=scale, out=out)):
+        launch(
+            *(_dequantize_kernel, count * -(-columns // width)),
+            *(flat, flat_scale, flat_out, columns, *flat.stride(), flat_scale.stride(0), *flat_out.stride()),
             WIDTH=width,
             num_warps=_WARPS,
         )

@@ -28,7 +28,17 @@ from hostir.torch.ops.library import GATHERED, SCATTERED, check_operands, define
 from hostir.torch.ops.scaled_matmul_reduce_scatter import scaled_matmul_reduce_scatter
 
 FLOAT8 = "f8e4m3"
+_modes = torch._C._len_torch_dispatch_stack
 Quantized = tuple[Tensor, Tensor]
+
+
+def kernels_for(x: Tensor) -> Any:
+    """Return the module with the kernels for a tensor: Triton's on CUDA, and else ATen's."""
+    if not x.is_cuda:
+        return aten
+    from hostir.kernels import quantize  # imported here because it loads Triton
+
+    return quantize
 
 
 def _empty_quantized(x: Tensor) -> Quantized:
@@ -41,34 +51,40 @@ def rows_quantizer(x: Tensor) -> Quantized:
 
     Scales are powers of two. The product of a row in fp8 and the scale of the row approximates the row of `x`.
     """
-    kernels: Any = aten
-    if x.is_cuda:
-        from hostir.kernels import quantize as kernels  # imported here because it loads Triton
-    rows, scale = (
-        torch.empty(x.shape, dtype=aten.FP8[FLOAT8], device=x.device),
-        x.new_empty([*x.shape[:-1], 1], dtype=torch.float32),
-    )
-    kernels.row_scales(scale, x, dtype=FLOAT8)
-    bits = scale.view(torch.int32)
-    bits.add_(0x7FFFFF).bitwise_and_(0x7F800000)  # round up to a power of two: keep the exponent
-    kernels.quantize(rows, x, scale, dtype=FLOAT8)
+    rows, scale = _empty_quantized(x)
+    kernels_for(x).quantize_rows(rows, scale, x)
     return rows, scale
 
 
 def quantize_rows(x: Tensor) -> Quantized:
-    """Quantize each row of `x`. Return the rows in fp8 and the scales of the rows, `[..., 1]`."""
-    return rows_quantizer.call(x)
+    """Quantize each row of `x`. Return the rows in fp8 and the scales of the rows, `[..., 1]`.
+
+    torch.compile sees operators of ATen, and can compute them in the kernel that produces `x`.
+    """
+    if not is_traced():
+        return rows_quantizer.call(x)
+    scale = aten.power_of_two_scales(x)
+    return (x.float() / scale).to(aten.FP8[FLOAT8]), scale
 
 
 def quantize_columns(b: Tensor) -> Quantized:
     """Quantize each column of `b`, `[K, N]`. Return the matrix in fp8, column-major, and the scales, `[1, N]`."""
-    q, scale = quantize_rows(b.t().contiguous())
+    q, scale = rows_quantizer.call(b.t())  # one kernel, which also transposes: torch.compile would take several
     return q.t(), scale.t()
 
 
 def widened(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Dequantize: return `q * scale` in `dtype`."""
-    return (q.float() * scale).to(dtype)
+    if is_traced():
+        return (q.float() * scale).to(dtype)
+    wide = torch.empty(q.shape, dtype=dtype, device=q.device)
+    kernels_for(q).dequantize_rows(wide, q, scale)
+    return wide
+
+
+def is_traced() -> bool:
+    """Return True if torch.compile or a dispatch mode records the operators that are called."""
+    return torch.compiler.is_dynamo_compiling() or bool(_modes())
 
 
 def _gathered(x: Tensor, bs: Sequence[Tensor], axis: int, group: str) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -138,6 +154,8 @@ def _check_dtypes(x: Tensor, weights: Sequence[Tensor]) -> None:
 def column_linear(x: Tensor, weights: Sequence[Tensor], axis: int, group: str) -> list[Tensor]:
     """Return `all_gather(x) @ weight^T` for each weight. The call quantizes `x` and the weights to fp8."""
     _check_dtypes(x, weights)
+    if torch.compiler.is_dynamo_compiling():
+        return [*TracedColumnLinear.apply(axis, group, [grad_dtype(w) for w in weights], x, *weights)]
     *_, products = float8_column_linear.call(x, weights, axis, group)
     return products
 
@@ -145,6 +163,8 @@ def column_linear(x: Tensor, weights: Sequence[Tensor], axis: int, group: str) -
 def row_linear(x: Tensor, weight: Tensor, axis: int, group: str) -> Tensor:
     """Return `reduce_scatter(x @ weight^T)`. The call quantizes `x` and `weight` to fp8."""
     _check_dtypes(x, [weight])
+    if torch.compiler.is_dynamo_compiling():
+        return TracedRowLinear.apply(axis, group, grad_dtype(weight), x, weight)
     y, *_ = float8_row_linear.call(x, weight, axis, group)
     return y
 
@@ -154,24 +174,39 @@ def _columns_setup(ctx: Any, inputs: Any, output: Any) -> None:
     x, weights, ctx.axis, ctx.group = inputs
     q, scale, _ = output
     ctx.mark_non_differentiable(q, scale)
-    ctx.dtype, ctx.dtypes = x.dtype, [grad_dtype(w) for w in weights]
-    ctx.save_for_backward(*((q, scale) if any(ctx.dtypes) else (None, None)), *weights)
+    _save_columns(ctx, x.dtype, [grad_dtype(w) for w in weights], q, scale, weights)
+
+
+def _save_columns(
+    ctx: Any, dtype: torch.dtype, dtypes: list[str], q: Tensor, scale: Tensor, weights: Sequence[Tensor]
+) -> None:
+    """Save what the gradients of `float8_column_linear` need. `dtypes` has the dtype of each weight's gradient."""
+    ctx.dtype, ctx.dtypes = dtype, dtypes
+    ctx.save_for_backward(*((q, scale) if any(dtypes) else (None, None)), *weights)
 
 
 def _columns_backward(ctx: Any, d_q: None, d_scale: None, d_products: list[Tensor | None]) -> tuple[Any, ...]:
     refuse_twice(float8_column_linear.name)
+    return *_column_gradients(ctx, ctx.needs_input_grad[0], d_products), None, None
+
+
+def _column_gradients(
+    ctx: Any, for_x: bool, d_products: Sequence[Tensor | None]
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """Return the gradients of x, if `for_x`, and of the weights."""
     q, scale, *weights = ctx.saved_tensors
     used = [i for i, dy in enumerate(d_products) if dy is not None]
     dys = [dy for dy in d_products if dy is not None]
-    d_x, d_ws = None, list[Tensor | None]([None] * len(weights))
-    if ctx.needs_input_grad[0] and used:
+    d_x: Tensor | None = None
+    d_ws: list[Tensor | None] = [None] * len(weights)
+    if for_x and used:
         dy, weight = side_by_side(dys, [weights[i] for i in used], linear=True)
         d_x = _scattered(*quantize_rows(dy), weight, ctx.axis, ctx.group)
     if any(ctx.dtypes):
         x = widened(q, scale, ctx.dtype)
         for i, dy in zip(used, dys, strict=True):
             d_ws[i] = weight_gradient(x, dy, ctx.axis, ctx.dtypes[i], True) if ctx.dtypes[i] else None
-    return d_x, d_ws, None, None
+    return d_x, d_ws
 
 
 def _rows_setup(ctx: Any, inputs: Any, output: Any) -> None:
@@ -179,22 +214,66 @@ def _rows_setup(ctx: Any, inputs: Any, output: Any) -> None:
     x, weight, ctx.axis, ctx.group = inputs
     _, q, scale = output
     ctx.mark_non_differentiable(q, scale)
-    ctx.x_dtype, ctx.dtype = x.dtype, grad_dtype(weight)
-    ctx.save_for_backward(*((q, scale) if ctx.dtype else (None, None)), weight)
+    _save_rows(ctx, x.dtype, grad_dtype(weight), q, scale, weight)
+
+
+def _save_rows(ctx: Any, x_dtype: torch.dtype, dtype: str, q: Tensor, scale: Tensor, weight: Tensor) -> None:
+    """Save what the gradients of `float8_row_linear` need. `dtype` is the dtype of the weight's gradient."""
+    ctx.x_dtype, ctx.dtype = x_dtype, dtype
+    ctx.save_for_backward(*((q, scale) if dtype else (None, None)), weight)
 
 
 def _rows_backward(ctx: Any, dy: Tensor | None, d_q: None, d_scale: None) -> tuple[Any, ...]:
     refuse_twice(float8_row_linear.name)
-    q, scale, weight = ctx.saved_tensors
     if dy is None:
         return None, None, None, None
+    return *_row_gradients(ctx, ctx.needs_input_grad[0], dy), None, None
+
+
+def _row_gradients(ctx: Any, for_x: bool, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of x, if `for_x`, and of the weight."""
+    q, scale, weight = ctx.saved_tensors
     full, full_scale, (d_x,) = _gathered(dy, [weight], ctx.axis, ctx.group)
     d_w = None
     if ctx.dtype:
         x, dy = widened(q, scale, ctx.x_dtype), widened(full, full_scale, ctx.x_dtype)
         d_w = weight_gradient(x, dy, ctx.axis, ctx.dtype, True)
-    return d_x if ctx.needs_input_grad[0] else None, d_w, None, None
+    return d_x if for_x else None, d_w
 
 
 float8_column_linear.differentiate(_columns_backward, _columns_setup)
 float8_row_linear.differentiate(_rows_backward, _rows_setup)
+
+
+class TracedColumnLinear(torch.autograd.Function):
+    """`float8_column_linear` for torch.compile, which sees its steps.
+
+    So the kernel that produces x, such as a norm, can quantize it, and x need not be stored in 16 bits.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, axis: int, group: str, dtypes: list[str], x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.axis, ctx.group = axis, group
+        q, scale, products = _gathered(x, [w.t() for w in weights], axis, group)
+        _save_columns(ctx, x.dtype, dtypes, q, scale, weights)
+        return tuple(products)
+
+    @staticmethod
+    def backward(ctx: Any, *d_products: Tensor) -> tuple[Any, ...]:
+        d_x, d_weights = _column_gradients(ctx, ctx.needs_input_grad[3], d_products)
+        return None, None, None, d_x, *d_weights
+
+
+class TracedRowLinear(torch.autograd.Function):
+    """`float8_row_linear` for torch.compile, which sees its steps: see `TracedColumnLinear`."""
+
+    @staticmethod
+    def forward(ctx: Any, axis: int, group: str, dtype: str, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.axis, ctx.group = axis, group
+        q, scale = quantize_rows(x)
+        _save_rows(ctx, x.dtype, dtype, q, scale, weight)
+        return _scattered(q, scale, weight.t(), axis, group)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        return None, None, None, *_row_gradients(ctx, ctx.needs_input_grad[3], dy)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hostir.kernels import aten
+from hostir.kernels import aten, quantize
 from hostir.kernels.flags.done import DoneFlags
 from hostir.kernels.flags.ready import ReadyFlags, no_timeouts
 from hostir.kernels.matmul.operands import DTYPES, DTYPES_8_BIT
@@ -214,3 +214,21 @@ def test_scales_and_quantized_numbers_have_the_bits_of_the_cpu(dtype, block, f8,
     table["quantize"](out, on_gpu, gpu_scale, dtype=f8)
     torch.testing.assert_close(gpu_scale.cpu(), scale, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(out.cpu().float(), q.float(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("columns", [70, 8192, 28672])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_quantized_in_one_kernel_have_the_bits_of_the_cpu_in_both_layouts(dtype, columns):
+    x = (torch.randn(300, columns) * torch.logspace(-20, 3, columns)).to(dtype)
+    x[0], x[1, 7], x[2, 3] = 0, math.nan, math.inf
+    q, scale = torch.empty(x.shape, dtype=torch.float8_e4m3fn), torch.empty(300, 1)
+    aten.quantize_rows(q, scale, x)
+    for on_gpu in (x.to(CUDA), x.t().contiguous().to(CUDA).t()):
+        out, gpu_scale = torch.empty_like(q, device=CUDA), torch.full((300, 1), math.nan, device=CUDA)
+        quantize.quantize_rows(out, gpu_scale, on_gpu)
+        torch.testing.assert_close(gpu_scale.cpu(), scale, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(out.cpu().float(), q.float(), rtol=0, atol=0, equal_nan=True)
+    wide, exact = torch.full(x.shape, math.nan, dtype=dtype, device=CUDA), torch.empty(x.shape, dtype=dtype)
+    quantize.dequantize_rows(wide, out, gpu_scale)
+    aten.dequantize_rows(exact, q, scale)
+    torch.testing.assert_close(wide.cpu(), exact, rtol=0, atol=0, equal_nan=True)

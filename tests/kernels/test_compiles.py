@@ -22,7 +22,7 @@ from hostir.kernels.matmul.tiles import Tile, candidates
 from hostir.kernels.norm import _rms_norm_kernel
 from hostir.kernels.outer import _grouped_outer_kernel
 from hostir.kernels.outer import _tile as outer_tile
-from hostir.kernels.quantize import _quantize_kernel, _row_scales_kernel
+from hostir.kernels.quantize import _quantize_kernel, _quantize_rows_kernel, _row_scales_kernel
 from hostir.kernels.reduce import SumConstants, SumPart, sum_kernel
 from hostir.kernels.rows_by_index import _combine_rows_kernel
 from tests.kernels.hopper import SHARED_MEMORY, TARGET, counted, hopper, inputs_of
@@ -453,11 +453,12 @@ def test_a_sum_reads_after_it_waits_for_flags_and_raises_flags_after_its_stores(
 
 @pytest.mark.parametrize(("x", "out"), [("bf16", "fp8e4nv"), ("fp32", "fp8e5")])
 def test_kernels_of_rows_move_16_bytes_at_a_time_round_in_hardware_and_spill_nothing(x, out):
-    sizes = {"COUNT": 1, "WIDTH": 4096, "ONCE": True}
+    sizes = {"COUNT": 1, "ROWS": 1, "WIDTH": 4096, "ONCE": True}
     floats = {"limit": "fp32", "least": "fp32", "eps": "fp32"}
     for kernel, types in (
         (_row_scales_kernel, {"x": f"*{x}", "out": "*fp32"}),
         (_quantize_kernel, {"x": f"*{x}", "scale": "*fp32", "out": f"*{out}"}),
+        (_quantize_rows_kernel, {"x": f"*{x}", "scale": "*fp32", "out": f"*{out}"}),
         (_rms_norm_kernel, {"x": f"*{x}", "weight": f"*{x}", "out": f"*{x}"}),
     ):
         names = kernel.arg_names

@@ -383,6 +383,32 @@ def layers_in_fp8_multiply_fp8_numbers() -> None:
 
 
 @case
+def compiled_layers_in_fp8_quantize_by_aten_and_compute_what_eager_layers_do() -> None:
+    tp = tp_mesh()
+    for dtype in (torch.float32, torch.bfloat16):
+        torch._dynamo.reset()
+        eager = with_parameters_of_rank_0(Block(dtype))
+        columns = ColwiseParallel("a", "b", "c", input_layouts=Shard(0), fp8=True)
+        parallelize_module(eager, tp, {"": columns, "out": RowwiseParallel(output_layouts=Shard(0), fp8=True)})
+        model = copy.deepcopy(eager)
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        x, weights = (part(replicated(32, 8, dtype=dtype), 0) for _ in range(2))
+        ours, theirs = leaf(x), leaf(x)
+        hi.torch.report(clear=True)
+        y = compiled(ours)
+        (y * weights).sum().backward()
+        assert [calls(name) for name in ("hostir::float8_column_linear", "hostir::float8_row_linear")] == [0, 0]
+        assert calls("hostir::all_gather_scaled_matmul") == 2
+        exact = eager(theirs)
+        (exact * weights).sum().backward()
+        pairs = [(y, exact), (ours.grad, theirs.grad)]
+        pairs += [(p.grad, q.grad) for p, q in zip(model.parameters(), eager.parameters(), strict=True)]
+        for mine, true in pairs:
+            torch.testing.assert_close(full(mine), full(true), rtol=0, atol=0)
+    torch._dynamo.reset()
+
+
+@case
 def gradients_of_modules_have_the_grad_dtype_of_their_weights() -> None:
     tp, x, h = tp_mesh(), replicated(16 * RANKS, 8), replicated(16 * RANKS, 8 * RANKS)
     x, h = x.bfloat16(), h.bfloat16()

@@ -71,3 +71,50 @@ def test_aten_computes_operands_that_triton_does_not_take():
         quantize.quantize(out, operand, scale, dtype="f8e4m3")
         aten.quantize(wanted, operand, scale, dtype="f8e4m3")
         assert torch.equal(out.view(torch.uint8), wanted.view(torch.uint8))
+
+
+def least_power_of_two(most: float) -> float:
+    """Return the least power of two from 2^-126 on by which `most` is divided to at most 448."""
+    return next(2.0**k for k in range(-126, 128) if most <= 448 * 2.0**k)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(5, 384), (2, 3, 70), (3, 9000), (70, 66)])
+def test_rows_have_the_least_power_of_two_that_fits_as_their_scale_in_both_layouts(shape, dtype, monkeypatch):
+    x = (torch.randn(shape) * torch.logspace(-30, 3, shape[-1])).to(dtype)
+    flat = x.view(-1, shape[-1])
+    flat[0], flat[1, 7], flat[2, 3] = 0, math.nan, math.inf
+    if len(flat) > 4:
+        flat[3], flat[4] = 448.0, 0
+        flat[4, 1] = torch.nextafter(torch.tensor(896.0, dtype=dtype), torch.tensor(1e4, dtype=dtype))
+    wanted_scale, wanted = torch.empty(*shape[:-1], 1), torch.empty(shape, dtype=torch.float8_e4m3fn)
+    aten.quantize_rows(wanted, wanted_scale, x)
+    for scale, row in zip(wanted_scale.flatten().tolist(), flat, strict=True):
+        most = row.abs().max().item()
+        assert scale == least_power_of_two(most) if math.isfinite(most) else str(scale) == str(most)
+    transposed = torch.empty(flat.shape[::-1], dtype=dtype).t().copy_(flat)
+    with monkeypatch.context() as patch:
+        patch.setattr(quantize, "aten", None)  # the Triton kernel must compute it
+        for read in (x, transposed):
+            scale, out = torch.full((*read.shape[:-1], 1), -1.0), torch.zeros(read.shape, dtype=wanted.dtype)
+            quantize.quantize_rows(out, scale, read)
+            torch.testing.assert_close(scale.view_as(wanted_scale), wanted_scale, rtol=0, atol=0, equal_nan=True)
+            assert same_bits(out.view_as(wanted), wanted)
+        wide, exact = torch.full(shape, -1.0, dtype=dtype), torch.empty(shape, dtype=dtype)
+        quantize.dequantize_rows(wide, wanted, wanted_scale)
+    aten.dequantize_rows(exact, wanted, wanted_scale)
+    torch.testing.assert_close(wide, exact, rtol=0, atol=0, equal_nan=True)
+    error = (exact.double() - x.double()).abs()
+    assert ((error <= x.double().abs() / 16 + wanted_scale * 2.0**-10) | ~wanted_scale.isfinite()).all()
+
+
+def test_aten_quantizes_rows_that_triton_does_not_take():
+    for x in (torch.randn(4, 3, 8).transpose(0, 1), torch.randn(3, 4, 0), torch.randn(3, 4, 5).double()):
+        scale, out = torch.empty(*x.shape[:-1], 1), torch.empty(x.shape, dtype=torch.float8_e4m3fn)
+        quantize.quantize_rows(out, scale, x)
+        assert torch.equal(scale, aten.power_of_two_scales(x))
+        wide = torch.empty(x.shape)
+        quantize.dequantize_rows(wide, out, scale)
+        torch.testing.assert_close(
+            wide, x.float(), rtol=2**-4, atol=2.0**-8 * x.abs().amax().item() if x.numel() else 0
+        )
