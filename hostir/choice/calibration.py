@@ -90,6 +90,7 @@ def scaled(hardware: Hardware, times: Times, device: str, ranks: int, *, known: 
         hardware,
         kernels={name: replace(k, rates=k.rates.scaled(1 / on_device)) for name, k in hardware.kernels.items()},
         memory=hardware.memory / slower.get("memory", 1.0),
+        operands=hardware.operands / slower.get("memory", 1.0),
         rates={name: rate / gather for name, rate in hardware.rates.items()},
         link=hardware.link / gather,
         sm_rate=hardware.sm_rate / gather,

@@ -12,12 +12,12 @@ from hostir.choice.cost import CostTransfer
 from hostir.choice.hardware import Hardware
 from hostir.ir.comm_ops import COPY_ENGINE, LOW_LATENCY, ONE_SHOT, TWO_SHOT
 
-KERNEL = 9.0  # microseconds of a barrier, or of another kernel of torch's that moves few bytes
-READ = 180.0  # GB/s at which the kernel of `one_shot` reads from peers
-MOVE = 410.0  # GB/s of `two_shot`, counting bytes as for NCCL: those that leave a rank, and half of those that it keeps
-EXCHANGE = 4.0  # microseconds of `low_latency` with few bytes
+KERNEL = 9.75  # microseconds of a barrier, or of another kernel of torch's that moves few bytes
+READ = 184.0  # GB/s at which the kernel of `one_shot` reads from peers
+MOVE = 397.0  # GB/s of `two_shot`, counting bytes as for NCCL: those that leave a rank, and half of those that it keeps
+EXCHANGE = 3.5  # microseconds of `low_latency` with few bytes
 SEND = 300.0  # GB/s at which `low_latency` sends to peers and sums
-SMALL_COPY = 3.0  # microseconds of a copy of few bytes within the GPU
+SMALL_COPY = 5.2  # microseconds of a copy of few bytes within the GPU
 
 
 def implemented(transfer: CostTransfer, hardware: Hardware) -> float | None:

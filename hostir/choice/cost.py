@@ -16,6 +16,7 @@ from hostir.ir.comm_ops import LOW_LATENCY, ONE_SHOT, TWO_SHOT
 from hostir.ir.machine import Done, Ready, uncollected
 from hostir.ir.program import Program
 from hostir.ir.types import FP8
+from hostir.kernels.matmul.estimate import in_l2
 from hostir.kernels.matmul.tiles import MIN_OWN_ROWS, Gemm
 from hostir.machines.normed import NormedSum
 from hostir.machines.pushes import PushedProduct, Pushes
@@ -169,6 +170,8 @@ class CostTask:
         raises: the signals of the flags that the task raises, in the order in which it computes their blocks.
         overlapped_sms: the number of SMs that copies take while it runs.
         reserved_sms: the number of SMs that it leaves to signals.
+        cached: True if it is a matmul whose right operand is in L2, because an earlier matmul of the rank has read it.
+        added: the number of bytes of the tensor that it adds to its product, if it is a matmul.
         op: the operation of the unrolled program; None for the kernel that resets flags at the end of a call.
         launches: how often the host issues each operation for this task, by a key of `Hardware.launch`. It counts all
             operations since the previous task, and the launch of this task.
@@ -183,6 +186,8 @@ class CostTask:
     raises: list[CostTask] = field(default_factory=list)
     overlapped_sms: int = 0
     reserved_sms: int = 0
+    cached: bool = False
+    added: int = 0
     op: Op | None = None
     launches: Mapping[str, int] = field(default_factory=dict)
 
@@ -317,6 +322,7 @@ class RankTasks:
         self.communications: dict[int, CostTask] = {}  # by the handle of the communication
         self.counts: Counter[Any] = Counter()  # the number of collectives and barriers of each team so far
         self.in_workspace = workspace_buffers(unrolled)
+        self.rights: set[tuple[Any, ...]] = set()  # the right operands that matmuls have read so far, and L2 holds
         self.stream = CALLER
         self.launches: dict[str, int] = {}  # the operations that the host has issued since the latest task
         runs = Pushes.of(unrolled)
@@ -388,6 +394,14 @@ class RankTasks:
         if isinstance(work, Traffic):
             work = replace(work, in_sum=self.in_sums.get(id(op)))
         task = self.issue(op.stream, work, launch="matmul" if contracts else "compute")
+        if isinstance(work, Gemm):
+            layouts = self.unrolled.layouts
+            adds = any(layouts[register] == layouts[op.out] for register in op.operands[2:])
+            task.added = adds * self.registers.bytes[op.out]
+        if isinstance(work, Gemm) and in_l2(work):
+            right = self.unrolled.layouts[op.operands[1]]
+            task.cached = right in self.rights
+            self.rights.add(right)
         if ready is not None:
             self.wait_for_blocks(task, op, ready)
         if op.done is not None:

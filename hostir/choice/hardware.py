@@ -67,6 +67,7 @@ class Hardware:
         throttle: the share of the peak that a call loses for each doubling of its work beyond 0.2 TFLOP, because power
             limits the clock.
         memory: the rate of kernels that are bound by memory, counting the bytes read and the bytes written.
+        operands: the rate at which a matmul reads its operands from memory and writes its result.
         begin: the time from the launch of a call until its first task begins, if the call has a matmul. Its code and
             operands are not in caches yet. 0 if the `start` of each kernel includes it.
         collective: the fixed time of a collective.
@@ -88,6 +89,7 @@ class Hardware:
         flag_wait: the time between two matmuls on a stream if the stream waits for a flag between them.
         poll: the time until a kernel that polls flags begins to multiply. It counts from the start of the kernel, or
             from the signal if the signal comes later.
+        poll_started: the same for a kernel that has started before the blocks arrive.
         launch: the time in which the host issues one operation of each name, if no CUDA graph replays it. `flags` is
             the extra time of a Triton matmul that waits for flags. `call` is the fixed time of a call.
         host_lead: the host time that does not count, because the device is still busy with earlier work when a call
@@ -104,6 +106,7 @@ class Hardware:
     sms: int
     throttle: float
     memory: float
+    operands: float
     kernels: Mapping[str, Kernels]
     collective: float
     low_latency: float
@@ -122,6 +125,7 @@ class Hardware:
     edge: float
     flag_wait: float
     poll: float
+    poll_started: float
     launch: Mapping[str, float] = field(default_factory=dict)
     host_lead: float = 0.0
     begin: float = 0.0
@@ -173,6 +177,7 @@ H200 = Hardware(
     sms=132,
     throttle=0.045,
     memory=3300.0,
+    operands=3300.0,
     kernels={
         "aten": Kernels(
             dict.fromkeys(_GEMMS, _CUBLAS_TILES),
@@ -205,43 +210,47 @@ H200 = Hardware(
     edge=5.0,
     flag_wait=3.0,
     poll=15.0,
+    poll_started=6.0,
     launch=LAUNCH,
     host_lead=40.0,
     source="measured on 8 x H200 with NVLink 4",
 )
-_STARTS, _TILE_US = {"aten": 3.2, "triton": 2.8}, {"aten": 0.41, "triton": 0.59}
+_START, _TILE_US = 2.7, {"aten": 0.84, "triton": 0.96}
 _BUSY = {"aten": (55, 48), "triton": (14, 68)}  # SMs during an all-gather, and during other collectives
 H100 = replace(
     H200,
     name="h100",
-    throttle=0.031,
-    memory=2220.0,
+    throttle=0.0385,
+    memory=2050.0,
+    operands=2560.0,
     kernels={
         family: replace(
             kernels,
             rates=replace(kernels.rates, tile=_TILE_US[family]),
-            start=_STARTS[family],
+            start=_START,
             busy_sms={name: _BUSY[family][name != "allgather"] for name in kernels.busy_sms},
         )
         for family, kernels in H200.kernels.items()
     },
-    begin=9.5,
-    collective=25.5,
-    captured=6.5,
-    low_latency=7.2,
-    rates={**H200.rates, "allgather": 373.0, "reduce_scatter": 351.0, "allreduce": 352.5},
-    during_computation={"allgather": 0.85, "reduce_scatter": 0.7, "allreduce": 0.7, "alltoall": 0.7},
-    copy=12.9,
-    link=398.0,
-    push=8.2,
-    sm_rate=27.0,
-    during_push=0.82,
-    barrier=3.9,
-    signal=0.3,
-    raised=10.3,
-    edge=0.1,
-    flag_wait=8.9,
-    poll=4.9,
+    begin=6.1,
+    collective=23.5,
+    captured=6.2,
+    low_latency=8.0,
+    rates={**H200.rates, "allgather": 367.0, "reduce_scatter": 348.0, "allreduce": 381.5},
+    during_computation={"allgather": 0.77, "reduce_scatter": 0.7, "allreduce": 0.7, "alltoall": 0.7},
+    copy=15.2,
+    link=399.0,
+    crowded=0.62,
+    push=6.6,
+    sm_rate=24.5,
+    during_push=0.86,
+    barrier=4.9,
+    signal=0.0,
+    raised=8.6,
+    edge=0.0,
+    flag_wait=10.5,
+    poll=6.7,
+    poll_started=4.8,
     source="fitted to calls on 2 x H100 with NVLink 4",
 )
 _CPU_PEAK = {"bf16": 0.02, "f16": 0.02, "f32": 0.05, "f64": 0.025, "f8": 0.02, "f8s": 0.02}
@@ -251,6 +260,7 @@ CPU = Hardware(
     sms=1,
     throttle=0.0,
     memory=5.0,
+    operands=5.0,
     kernels={
         "aten": Kernels(*_ON_CPU, start=10.0, busy_sms={}),
         "triton": Kernels(*_ON_CPU, start=1e4, busy_sms={}),
@@ -272,6 +282,7 @@ CPU = Hardware(
     edge=0.0,
     flag_wait=0.0,
     poll=0.0,
+    poll_started=0.0,
     launch={},
     host_gpus=0,
     nic=1.0,

@@ -22,7 +22,7 @@ from math import inf, log2
 from hostir.choice.collectives import implemented
 from hostir.choice.cost import CostBarrier, CostCopy, CostTask, CostTransfer, Nothing, Pause, Shared, TaskWork, Traffic
 from hostir.choice.hardware import Hardware, Kernels
-from hostir.kernels.matmul.estimate import Rates, block_ends, choose, duration
+from hostir.kernels.matmul.estimate import Rates, block_ends, choose, duration, in_l2
 from hostir.kernels.matmul.schedule import Grid
 from hostir.kernels.matmul.tiles import Gemm, Tile, grouped_tile
 
@@ -30,9 +30,8 @@ EPSILON = 1e-9
 UNTHROTTLED_FLOPS = 0.2e12  # a call with more floating point operations is slower: power limits the clock
 LEAST_PEAK = 0.81  # the share of the peak that is left however long a call computes
 LEFTOVER = 0.5  # the speed of a matmul on SMs that the last wave of another matmul leaves idle: both compete for L2
-SMALL_KERNEL = 3.0  # microseconds of a kernel that moves few bytes
+SMALL_KERNEL = 3.6  # microseconds of a kernel that moves few bytes
 IN_SUM = 0.5  # microseconds of a computation that the kernel of a sum over ranks carries out, with few bytes
-STARTED_POLL = 0.4  # the share of `poll` that remains if the kernel starts before the blocks arrive
 GRAPH, EAGER = "graph", "eager"
 
 
@@ -94,9 +93,8 @@ class GemmCosts:
         self.family = family
         doublings = max(0.0, log2(total_flops / UNTHROTTLED_FLOPS)) if total_flops else 0.0
         clock = max(1 - hardware.throttle * doublings, LEAST_PEAK)
-        # The rate of reads and writes, because a matmul stores as well.
         self.rates, self.grouped_rates = (
-            replace(each.rates.scaled(clock), read=hardware.memory)
+            replace(each.rates.scaled(clock), read=hardware.operands)
             for each in (family, hardware.kernels.get("triton", family))
         )
         self.fastest = cache(self.fastest)  # type: ignore[method-assign]  # a program has few different matmuls
@@ -106,10 +104,13 @@ class GemmCosts:
         """Return the rates of the kernel of a matmul. Grouped matmuls run in Triton."""
         return self.grouped_rates if gemm.grouped else self.rates
 
-    def time(self, gemm: Gemm) -> float:
-        """Return the microseconds of a matmul with its fastest tile, if all its rows are ready when it starts."""
+    def time(self, gemm: Gemm, cached: bool = False) -> float:
+        """Return the microseconds of a matmul with its fastest tile, if all its rows are ready when it starts.
+
+        `cached`: True if its right operand is in L2.
+        """
         gemm = replace(gemm, block=None, separate=False, overlapped=False)
-        return self.family.start + max(self.tiles(gemm, self.fastest(gemm)), self.streaming(gemm))
+        return self.family.start + max(self.tiles(gemm, self.fastest(gemm)), self.streaming(gemm, cached))
 
     def time_on(self, gemm: Gemm, sms: int) -> float:
         """Return the microseconds of a matmul on `sms` SMs.
@@ -133,11 +134,14 @@ class GemmCosts:
         """Return the microseconds of all tiles of a matmul, if all its rows are ready when it starts."""
         return duration(tile, gemm, sms or self.hardware.sms, self.rates_of(gemm))[1]
 
-    def streaming(self, gemm: Gemm) -> float:
-        """Return the microseconds that memory takes to load the operands of a matmul and to store the result."""
-        elements = gemm.rows * gemm.k + gemm.matrices * gemm.k * gemm.n + gemm.rows * gemm.n
+    def streaming(self, gemm: Gemm, cached: bool = False) -> float:
+        """Return the microseconds that memory takes to load the operands of a matmul and to store the result.
+
+        `cached`: True if the right operand is in L2.
+        """
+        elements = gemm.rows * gemm.k + (not cached) * gemm.matrices * gemm.k * gemm.n + gemm.rows * gemm.n
         bytes_moved = elements * gemm.itemsize
-        return bytes_moved / self.hardware.memory / 1e3
+        return bytes_moved / self.hardware.operands / 1e3
 
     def filled(self, gemm: Gemm) -> float:
         """Return the share of the SMs that the tiles of a matmul keep busy, averaged over the time of the matmul."""
@@ -167,7 +171,7 @@ class GemmCosts:
             return end, tuple(max(t, start + streaming * x) for t, x in zip(flags, streamed, strict=True))
         sms = h.sms - task.overlapped_sms - task.reserved_sms
         rates = self.rates_of(gemm).scaled(h.during_push if task.overlapped_sms else 1.0)
-        poll = h.poll * (STARTED_POLL if task.overlapped_sms else 1.0)
+        poll = h.poll_started if task.overlapped_sms else h.poll
         begins, tile = [max(start, arrival) + poll for arrival in arrivals], self.fastest(gemm, sms)
         flags = block_ends(tile, gemm, sms, rates, begins, count) if count else ()
         return duration(tile, gemm, sms, rates, begins)[0], flags
@@ -192,7 +196,7 @@ class Costs:
         if task.raises:
             return self.by_blocks(task, 0.0, [])[0]
         if isinstance(work, Gemm):
-            return self.gemms.time(work)
+            return self.gemms.time(work, task.cached) + task.added / h.operands / 1e3
         if isinstance(work, Traffic):
             return (SMALL_KERNEL * self.kernel_count(work) or IN_SUM) + self.traffic(work)
         if isinstance(work, CostTransfer):
@@ -302,18 +306,19 @@ class Costs:
             part = (
                 replace(work, batches=work.batches // parts) if work.grouped else replace(work, m=-(-work.m // parts))
             )
-            gap, part_time = self.hardware.flag_wait, self.gemms.time(part)
+            gap, later = self.hardware.flag_wait, self.gemms.time(part, task.cached or in_l2(work))
+            part_time = self.gemms.time(part, task.cached)
         else:
             assert isinstance(work, Traffic)
             gap = 0.0 if self.sums_in_triton else SMALL_KERNEL * work.aten_kernels
-            part_time = self.traffic(work) / parts
+            part_time = later = self.traffic(work) / parts
             start += SMALL_KERNEL * self.kernel_count(work)
             if self.sums_in_triton:  # a single kernel, which has started and polls
-                arrivals = [arrival + STARTED_POLL * self.hardware.poll for arrival in arrivals]
+                arrivals = [arrival + self.hardware.poll_started for arrival in arrivals]
         ends = [start]
         for number in range(parts):
             arrival = arrivals[number] if arrivals else start
-            ends.append(max(ends[-1], arrival) + (gap if number else 0.0) + part_time)
+            ends.append(max(ends[-1], arrival) + (gap + later if number else part_time))
         return ends[-1], tuple(ends[-(-(i + 1) * parts // count)] for i in range(count))
 
 

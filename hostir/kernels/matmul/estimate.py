@@ -124,13 +124,23 @@ def _work(tile: Tile, gemm: Gemm, sms: int, rates: Rates, arrivals: Sequence[flo
     return tiles, ready, took
 
 
+def right_bytes(gemm: Gemm) -> int:
+    """Return the number of bytes of all right operands of a matmul."""
+    return gemm.matrices * gemm.n * gemm.k * gemm.itemsize
+
+
+def in_l2(gemm: Gemm) -> bool:
+    """Return True if the right operands of a matmul stay in L2 once they were read."""
+    return right_bytes(gemm) <= IN_L2
+
+
 def _loading(grid: Grid, tile: Tile, gemm: Gemm, rates: Rates) -> float:
     """Return the time in microseconds to load the right operands from memory.
 
     If they stay in L2, the time is 0. Otherwise they are loaded again for each block.
     """
-    right = gemm.matrices * gemm.n * gemm.k * gemm.itemsize
-    times = min(grid.blocks, grid.batches * -(-grid.rows // tile.m)) if right > IN_L2 else 0
+    right = right_bytes(gemm)
+    times = 0 if in_l2(gemm) else min(grid.blocks, grid.batches * -(-grid.rows // tile.m))
     return times * right / rates.read / 1e3
 
 
