@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from hostir.choice.cost import CostCopy, RankTasks, Shared, Traffic
 from hostir.choice.hardware import H100, Hardware
-from hostir.choice.simulation import SMALL_KERNEL, Costs
+from hostir.choice.simulation import Costs
 from hostir.kernels.matmul.tiles import Gemm
 from hostir.machines.binding import completed
 from hostir.machines.gloo.dealer import DEAL, LaneDealer
@@ -119,7 +119,7 @@ class Sleeper:
     def start(self, op: ComputeOp) -> None:
         """Sleep for the time in which a kernel for all blocks starts. Matmuls have a kernel for each block."""
         if isinstance(self.tasks[id(op)].work, Traffic):
-            self.sleep(SMALL_KERNEL)
+            self.sleep(self.costs.hardware.small_kernel)
 
     def block(self, op: ComputeOp, blocks: int) -> None:
         """Sleep for the time of one of `blocks` blocks of a computation."""

@@ -68,6 +68,7 @@ class Hardware:
             limits the clock.
         memory: the rate of kernels that are bound by memory, counting the bytes read and the bytes written.
         operands: the rate at which a matmul reads its operands from memory and writes its result.
+        small_kernel: the time of a kernel that moves few bytes.
         begin: the time from the launch of a call until its first task begins, if the call has a matmul. Its code and
             operands are not in caches yet. 0 if the `start` of each kernel includes it.
         collective: the fixed time of a collective.
@@ -107,6 +108,7 @@ class Hardware:
     throttle: float
     memory: float
     operands: float
+    small_kernel: float
     kernels: Mapping[str, Kernels]
     collective: float
     low_latency: float
@@ -178,6 +180,7 @@ H200 = Hardware(
     throttle=0.045,
     memory=3300.0,
     operands=3300.0,
+    small_kernel=3.0,
     kernels={
         "aten": Kernels(
             dict.fromkeys(_GEMMS, _CUBLAS_TILES),
@@ -223,6 +226,7 @@ H100 = replace(
     throttle=0.0385,
     memory=2050.0,
     operands=2560.0,
+    small_kernel=3.6,
     kernels={
         family: replace(
             kernels,
@@ -261,6 +265,7 @@ CPU = Hardware(
     throttle=0.0,
     memory=5.0,
     operands=5.0,
+    small_kernel=3.0,
     kernels={
         "aten": Kernels(*_ON_CPU, start=10.0, busy_sms={}),
         "triton": Kernels(*_ON_CPU, start=1e4, busy_sms={}),

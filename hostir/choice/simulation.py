@@ -30,7 +30,6 @@ EPSILON = 1e-9
 UNTHROTTLED_FLOPS = 0.2e12  # a call with more floating point operations is slower: power limits the clock
 LEAST_PEAK = 0.81  # the share of the peak that is left however long a call computes
 LEFTOVER = 0.5  # the speed of a matmul on SMs that the last wave of another matmul leaves idle: both compete for L2
-SMALL_KERNEL = 3.6  # microseconds of a kernel that moves few bytes
 IN_SUM = 0.5  # microseconds of a computation that the kernel of a sum over ranks carries out, with few bytes
 GRAPH, EAGER = "graph", "eager"
 
@@ -198,7 +197,7 @@ class Costs:
         if isinstance(work, Gemm):
             return self.gemms.time(work, task.cached) + task.added / h.operands / 1e3
         if isinstance(work, Traffic):
-            return (SMALL_KERNEL * self.kernel_count(work) or IN_SUM) + self.traffic(work)
+            return (h.small_kernel * self.kernel_count(work) or IN_SUM) + self.traffic(work)
         if isinstance(work, CostTransfer):
             return self.transfer(work) if work.ranks > 1 else 0.0
         if isinstance(work, CostCopy):
@@ -239,7 +238,7 @@ class Costs:
         if not copy.sms:
             return h.copy + copy.bytes / h.link / 1e3
         if self.in_matmul(copy):  # the first copy includes the start of the kernel after the matmul
-            return SMALL_KERNEL * copy.first + copy.bytes / h.link / 1e3
+            return h.small_kernel * copy.first + copy.bytes / h.link / 1e3
         rate = h.memory / 2 if copy.peer == rank else min(h.sm_rate * copy.sms, h.link)
         return h.push * copy.first + copy.bytes / rate / 1e3
 
@@ -310,9 +309,9 @@ class Costs:
             part_time = self.gemms.time(part, task.cached)
         else:
             assert isinstance(work, Traffic)
-            gap = 0.0 if self.sums_in_triton else SMALL_KERNEL * work.aten_kernels
+            gap = 0.0 if self.sums_in_triton else self.hardware.small_kernel * work.aten_kernels
             part_time = later = self.traffic(work) / parts
-            start += SMALL_KERNEL * self.kernel_count(work)
+            start += self.hardware.small_kernel * self.kernel_count(work)
             if self.sums_in_triton:  # a single kernel, which has started and polls
                 arrivals = [arrival + self.hardware.poll_started for arrival in arrivals]
         ends = [start]

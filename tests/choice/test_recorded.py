@@ -44,7 +44,7 @@ def test_estimates_of_blocks_sent_when_computed_are_near_their_times() -> None:
         tasks = tasks_of(program, {})
         # The peer's matmul is another kernel. Its two barriers and memsets are not in the program.
         alone = simulation.Costs(H200, "triton", simulation.flops(tasks)).gemms.time(Gemm(*shape, "bf16"))
-        beside = row["scatter_us"] - row["scatter_gemm_us"] - 2 * (H200.barrier + simulation.SMALL_KERNEL)
+        beside = row["scatter_us"] - row["scatter_gemm_us"] - 2 * (H200.barrier + H200.small_kernel)
         ratios[row["ranks"], shape] = simulation.estimates(tasks, H200, "triton")["graph"] / (alone + beside)
     assert len(ratios) == 18
     # Some rows took less time than their matmul alone: such differences are not exact.

@@ -17,7 +17,7 @@ from hostir.choice.cost import CostCopy, CostTask, CostTransfer, Nothing, Pause,
 from hostir.choice.decision import decide
 from hostir.choice.hardware import H200, Hardware, parse_machine
 from hostir.choice.platforms import reference
-from hostir.choice.simulation import EAGER, GRAPH, SMALL_KERNEL, Costs, HostCosts, Simulation, flops
+from hostir.choice.simulation import EAGER, GRAPH, Costs, HostCosts, Simulation, flops
 from hostir.ir.source import HostIRError
 from hostir.kernels.matmul.estimate import block_ends, choose, duration
 from hostir.kernels.matmul.tiles import MIN_OWN_ROWS, Gemm, candidates
@@ -101,7 +101,7 @@ def test_a_wait_for_a_flag_ends_with_its_signal() -> None:
     before = "  %r = rank of %a over didx\n  %there: flag[1] = allocate_symmetric\n"
     signal = "  signal %there[0] = 1 at (%r + 1) % 2 over didx\n"
     late = alone(f"{before}  set_stream 0\n{MATMUL}\n{signal}  set_stream %user\n  wait_signal %there[0] >= 1")
-    assert late == pytest.approx(alone(MATMUL) + H200.signal + SMALL_KERNEL)  # the small kernel resets the flag
+    assert late == pytest.approx(alone(MATMUL) + H200.signal + H200.small_kernel)  # the small kernel resets the flag
 
 
 def test_a_wait_for_another_stream_costs_an_edge() -> None:
@@ -125,7 +125,7 @@ def test_a_signal_by_a_kernel_delays_no_later_copy_and_follows_its_own_copy_quic
     by_sms = f"  set_stream 1\n  synchronize 0\n{plain[:-1]} by 1 sms\n  set_stream 0\n"
     copy = rounds(plain, 1) - H200.signal
     assert rounds(by_sms, 1) == pytest.approx(copy + H200.kernel_signal)
-    copy -= SMALL_KERNEL  # the small kernel that resets the flags
+    copy -= H200.small_kernel  # the small kernel that resets the flags
     assert rounds(plain, 5) - rounds(plain, 1) == pytest.approx(4 * (copy + H200.signal))
     assert rounds(by_sms, 5) - rounds(by_sms, 1) == pytest.approx(4 * copy)
 
@@ -331,7 +331,7 @@ def test_flags_are_set_in_order_while_a_computation_runs_and_the_last_at_its_end
     c = costs(kernels)
     end, flags = c.by_blocks(raising(8, work), 100.0, [])
     assert list(flags) == sorted(flags)
-    assert flags[-1] == pytest.approx(end, abs=SMALL_KERNEL)
+    assert flags[-1] == pytest.approx(end, abs=H200.small_kernel)
     fractions = [(flag - 100) / (end - 100) for flag in flags]
     assert fractions == pytest.approx([(i + 1) / 8 for i in range(8)], abs=0.15)
     assert c.alone(raising(8, work)) == pytest.approx(end - 100)
@@ -369,7 +369,7 @@ def test_a_sum_adds_each_block_when_it_has_arrived_from_all_sources(kernels: str
     without_blocks = c.alone(CostTask(0, work))
     early, _ = c.by_blocks(CostTask(0, work), 0.0, [0.0] * 4)
     late, _ = c.by_blocks(CostTask(0, work), 0.0, [0.0, 0.0, 0.0, 1000.0])
-    assert without_blocks <= early < without_blocks + 4 * SMALL_KERNEL + H200.poll
+    assert without_blocks <= early < without_blocks + 4 * H200.small_kernel + H200.poll
     assert 1000 < late < 1000 + without_blocks / 2
 
 
@@ -448,7 +448,7 @@ def test_a_matmul_that_stores_few_rows_to_peers_saves_the_copy_kernel() -> None:
         if isinstance(task.work, CostCopy):
             assert task.work.in_matmul
             task.work = replace(task.work, in_matmul=False)
-    for kernels, saved in (("aten", 0.0), ("triton", H200.push - SMALL_KERNEL)):
+    for kernels, saved in (("aten", 0.0), ("triton", H200.push - H200.small_kernel)):
         assert estimated(apart, kernels) - estimated(tasks, kernels) == pytest.approx(saved, abs=0.01)
     hosts = [HostCosts(Costs(H200, "triton", 0.0)).call(each) for each in (apart, tasks)]
     assert hosts[0] - hosts[1] == pytest.approx(H200.launch["push"])
@@ -566,7 +566,7 @@ def test_what_follows_a_sum_in_its_kernel_takes_no_kernel() -> None:
         model = costs(kernels)
         assert sum(model.kernel_count(task.work) for task in tasks) == count
     separate = [replace(task.work, in_sum=None) for task in tasks]
-    assert sum(map(costs("triton").alone, tasks)) < SMALL_KERNEL * len(separate)
+    assert sum(map(costs("triton").alone, tasks)) < H200.small_kernel * len(separate)
     host, compute = HostCosts(costs("triton")), H200.launch["compute"]
     for task in tasks:
         launches = {name: n for name, n in task.launches.items() if name != "compute"}
