@@ -3,6 +3,7 @@
     python -m benchmarks.judge --programs 100                                    a first look
     python -m benchmarks.judge --programs 2000 --compiled --out benchmarks/results/judge    all correct programs
     python -m benchmarks.judge --programs 0 --mutants 4000 --calls-by-hand 0     mutants of compiled programs
+    python -m benchmarks.judge --programs 0 --calls-by-hand 0 --compiled --only moe_layer    one compiled program
     python -m benchmarks.judge --programs 100 --promise one_stream               a checker with a wrong assumption
 
 The programs run on processes (`tests/judging/real_ranks.py`). There are random programs that the checker accepts and
@@ -35,12 +36,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import hostir as hi
 from benchmarks.harness import table, write
-from benchmarks.mutation import Kept, begin, comment, digest
+from benchmarks.mutation import Kept, add_selection, begin, comment, digest, mutants_of, selected
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
 from tests.judging import mutation
 from tests.judging.mutants import Mutant
-from tests.judging.mutation import every_mutant, originals, sample
+from tests.judging.mutation import sample
 from tests.judging.random_programs import Accepts, accepted, loosened
 from tests.judging.real_ranks import CALLS, Case, judged
 
@@ -141,7 +142,7 @@ def by_hand(calls: int, patience: float) -> Iterator[tuple[Program, str, int, in
 
 def compiled(options: argparse.Namespace) -> list[list[str]]:
     """Run the compiled programs; return a row for each name with the numbers of programs and calls, and the errors."""
-    cases = [Case(program, seed, options.calls) for seed, program in enumerate(originals())]
+    cases = [Case(program, seed, options.calls) for seed, program in enumerate(selected(options))]
     works = [cases[at : at + CHUNK] for at in range(0, len(cases), CHUNK)]
     counts, wrong = Counter[str](), dict[str, list[str]]()
     spawn = multiprocessing.get_context("spawn")
@@ -183,10 +184,8 @@ def mutated(options: argparse.Namespace) -> list[mutation.Verdict]:
 
     The sample has about equally many mutants of each kind of edit.
     """
-    kept, chosen = (
-        Kept(options.verdicts, calls_on_processes=options.calls),
-        sample(every_mutant(originals()), options.mutants),
-    )
+    kept = Kept(options.verdicts, calls_on_processes=options.calls)
+    chosen = sample(mutants_of(selected(options), options), options.mutants)
     left = [mutant for mutant in chosen if digest(mutant.text) not in kept.verdicts]
     left.sort(
         key=lambda mutant: mutant.text.partition("program")[0]
@@ -256,6 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--promise", default="", help="one of tests/judging/promises.py, which the checker assumes")
     parser.add_argument("--keep", type=Path, default=Path("/tmp/judge"), help="folder for programs that go wrong")
     parser.add_argument("--out", type=Path, help="write .json and .md files with this name")
+    add_selection(parser)
     options = parser.parse_args(arguments)
     if options.mutants and options.promise:
         parser.error("--promise is for random programs alone: mutants are judged by the checker as it is")

@@ -2,6 +2,7 @@
 
     python -m benchmarks.mutation --limit 400                                        a first look, in minutes
     python -m benchmarks.mutation --limit 0 --out benchmarks/results/mutation        all of them
+    python -m benchmarks.mutation --only moe_layer --edits delete                    some programs and some edits
 
 A mutant is a correct program with one edit (`tests/judging/mutants.py`). It is *guilty* if some run on simulated ranks
 shows that it is wrong (`tests/judging/mutation.py`). The checker should reject every guilty mutant, and accept all
@@ -36,6 +37,7 @@ from typing import Any
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from hostir.ir.program import Program
 from tests.judging.mutants import Mutant
 from tests.judging.mutation import OUTCOMES, Verdict, edited_twice, every_mutant, judge, originals, sample, subject
 
@@ -203,6 +205,32 @@ def write(out: Path, text: str, verdicts: Sequence[Verdict], stamp: dict[str, An
 
 
 # The command line -------------------------------------------------------------------------------------------------
+def add_selection(parser: argparse.ArgumentParser) -> None:
+    """Add the options `--only` and `--edits`, which `selected` and `mutants_of` read."""
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="the names of the programs; default: all programs")
+    parser.add_argument(
+        "--edits", nargs="+", metavar="EDIT", help="how the kinds of edits begin, such as 'delete'; default: all kinds"
+    )
+
+
+def selected(options: argparse.Namespace) -> list[Program]:
+    """Return the correct programs with the names of `--only`. Raises SystemExit if there is no such program."""
+    names = sorted({p.name for p in originals()})
+    if unknown := [name for name in options.only or () if name not in names]:
+        sys.exit(f"no program is called {', '.join(unknown)}; there are: {', '.join(names)}")
+    return [p for p in originals() if not options.only or p.name in options.only]
+
+
+def mutants_of(programs: Sequence[Program], options: argparse.Namespace) -> list[Mutant]:
+    """Return the mutants of programs whose kind of edit begins as `--edits` says. Raises SystemExit if none does."""
+    mutants = every_mutant(programs)
+    kinds = sorted({m.operator for m in mutants})
+    for edit in options.edits or ():
+        if not any(kind.startswith(edit) for kind in kinds):
+            sys.exit(f"no kind of edit begins with '{edit}'; there are: {', '.join(kinds)}")
+    return [m for m in mutants if not options.edits or m.operator.startswith(tuple(options.edits))]
+
+
 def part(text: str) -> tuple[int, int]:
     """Parse a part such as `1/2`; return its number and the number of all parts."""
     first, _, parts = text.partition("/")
@@ -225,13 +253,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--verdicts", type=Path, nargs="+", default=[], metavar="FILE", help=resume)
     parser.add_argument("--keep", type=Path, default=Path("/tmp/mutation"), help="folder for mutants to look at")
     parser.add_argument("--out", type=Path, help="write .json and .md files with this name")
+    add_selection(parser)
     options = parser.parse_args(arguments)
 
-    begun, programs, kept = time.perf_counter(), originals(), Kept(options.verdicts, seeds=options.seeds)
+    begun, kept = time.perf_counter(), Kept(options.verdicts, seeds=options.seeds)
+    programs = selected(options)
+    mutants = mutants_of(programs, options)
     unchanged = [Mutant(ORIGINAL, p.name, "", str(p)) for p in programs]
-    mutants = every_mutant(programs)
     chosen = sample(mutants, options.limit or len(mutants))
-    every = [*unchanged, *chosen, *edited_twice(mutants, len(chosen) // 4)]
+    every = [*unchanged, *chosen, *([] if options.edits else edited_twice(mutants, len(chosen) // 4))]
     left = list({m.text: m for m in every if digest(m.text) not in kept.verdicts}.values())
     which, parts = options.part
     mine = [m for m in left if int(digest(m.text), 16) % parts == which - 1]

@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 
 import hostir as hi
+from examples import patterns
 from tests.judging import real_ranks
 from tests.judging.mutants import Mutant
+from tests.judging.mutation import tiny
 from tests.judging.promises import PROMISES, of
 from tests.judging.random_programs import accepted, is_interesting, loosened
 from tests.judging.real_ranks import Case, judged
@@ -60,11 +62,16 @@ def random_programs(ranks: int, seeds: int) -> tuple[int, Wrong]:
 
 
 def innocents() -> tuple[list[str], list[str], Wrong]:
-    """Return the accepted programs, the refused ones, and failures; one program hangs, and one does not parse."""
+    """Return the accepted programs, the refused ones, and failures; one program hangs, and one does not parse.
+
+    One program has integers: `moe_layer`, by `fused`.
+    """
     from benchmarks.judge import of_mutants  # imported here, because it takes half a second
 
     texts = {path.stem: path.read_text() for path in sorted(COUNTEREXAMPLES.glob("innocent*.hir"))}
-    some = [Mutant("", name, "", text) for name, text in {**texts, "hangs": HANGS, "cut": HANGS[:-3]}.items()]
+    experts = str(hi.lower(tiny(patterns.moe_layer, 2, 2), "fused"))
+    texts |= {"experts": experts, "hangs": HANGS, "cut": HANGS[:-3]}
+    some = [Mutant("", name, "", text) for name, text in texts.items()]
     verdicts = {mutant.name: verdict for mutant, verdict in of_mutants(some, 4, real_ranks.PATIENCE) if verdict}
     passed = [name for name, verdict in verdicts.items() if not verdict.findings]
     refused = [name for name, verdict in verdicts.items() if verdict.findings]
@@ -93,10 +100,10 @@ def test_random_programs_that_the_checker_accepts_give_correct_results(ranks: in
     assert count >= seeds / 2
 
 
-def test_correct_counterexamples_are_accepted_and_give_correct_results() -> None:
+def test_correct_counterexamples_and_experts_are_accepted_and_give_correct_results() -> None:
     accepted, refused, failures = fresh(innocents)
     assert not failures
-    assert len(accepted) == 5
+    assert len(accepted) == 6
     assert refused == ["hangs"]
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
+import hostir as hi
 from benchmarks import mutation
 from benchmarks.mutation import Kept, report
+from examples import patterns
 from tests.judging.mutants import Mutant
-from tests.judging.mutation import Verdict
+from tests.judging.mutation import Verdict, tiny
 
 CAUGHT = Verdict(Mutant("swap", "p", "swapped", "one"), (), ("race on %x: 'a'",), "seed 3: NaN")
 MISSED = Verdict(Mutant("swap", "p", "swapped", "two"), (), (), "seed 0: NaN")
@@ -44,3 +47,32 @@ def test_an_invalid_part_is_refused(text: str, capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit):
         mutation.main(["--part", text])
     assert f"'{text}' is no part of a whole, such as 1/2" in capsys.readouterr().err
+
+
+@pytest.fixture
+def two_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    programs = [hi.lower(tiny(fusion, 2, 2), "pipeline") for fusion in (patterns.mlp, patterns.moe_layer)]
+    monkeypatch.setattr(mutation, "originals", lambda: programs)
+
+
+@pytest.mark.usefixtures("two_programs")
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--only", "moe_layers"], "no program is called moe_layers; there are: mlp, moe_layer"),
+        (["--only", "mlp", "--edits", "deletes"], "no kind of edit begins with 'deletes'; there are: .*delete"),
+    ],
+)
+def test_unknown_programs_and_edits_are_refused(arguments: list[str], problem: str) -> None:
+    with pytest.raises(SystemExit, match=problem):
+        mutation.main(arguments)
+
+
+@pytest.mark.usefixtures("two_programs")
+def test_programs_are_selected_by_name_and_mutants_by_edit() -> None:
+    options = Namespace(only=["mlp"], edits=["delete w", "delete join"])
+    (program,) = mutation.selected(options)
+    assert program.name == "mlp"
+    mutants = mutation.mutants_of([program], options)
+    assert {mutant.operator for mutant in mutants} == {"delete wait", "delete join"}
+    assert {mutant.name for mutant in mutants} == {"mlp"}

@@ -38,6 +38,7 @@ SENT = (  # patterns that send rows to peers by copies
     patterns.mlp,
     patterns.mlp_replicated,
     patterns.row_parallel_scattered,
+    patterns.expert_mlp,
     patterns.moe_layer,
 )
 SMALL = AllReduceSteps(min_rows=1, min_bytes=1)  # in one step, with blocks of any size

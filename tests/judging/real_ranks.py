@@ -4,8 +4,9 @@ The processes do not know the memory model: streams are threads, gloo carries th
 program order them. If the model guarantees too much, results have other bits, NaN, an error, or a hang.
 
 One process forks a job of ranks for many programs, and a new job for the remaining programs if one hangs or dies. Every
-call has fresh random inputs, and new memory holds NaN. The caller acts on its stream, as on a GPU: it writes the inputs
-when that stream starts; when it ends, it reads the outputs and overwrites inputs and outputs with NaN.
+call has fresh random inputs, and new memory holds NaN, or integers that are no valid index. The caller acts on its
+stream, as on a GPU: it writes the inputs when that stream starts; when it ends, it reads the outputs and makes inputs
+and outputs undefined.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from hostir.job.session import session
 from hostir.kernels.dtypes import BITS
 from hostir.machines.gloo.lanes import LaneKey, Waits
 from hostir.machines.gloo.machine import GlooPlan
+from hostir.machines.simulated.memory import make_undefined
 from hostir.plan.operations import CALLER
 from tests.launch import fork_ranks
 
@@ -43,7 +45,6 @@ CALLS = 6
 BUDGET = 0.03  # seconds that the slow rank sleeps in a call, about
 PATIENCE = 20.0  # timeout of a communication in seconds
 GRACE = 3.0  # seconds that the other ranks have to end, once one has failed
-NAN = float("nan")
 Parts = list[torch.Tensor | None]
 
 
@@ -149,7 +150,7 @@ class Caller:
         self.outputs = [None if registers[i] is None else registers[i].clone() for i in unrolled.outputs]
         for i in (*range(unrolled.inputs.start, unrolled.inputs.stop), *unrolled.outputs):
             if registers[i] is not None:
-                registers[i].fill_(NAN)
+                make_undefined(registers[i])
 
 
 # A rank -----------------------------------------------------------------------------------------------------------
@@ -164,7 +165,9 @@ class Rank:
         """Run all calls of a case; raise HostIRError if the program does."""
         self.wrong = {}
         executor = Executor(case.program, sizes=case.sizes, machine="gloo", check=False, kernels="aten")
-        inputs = [None if x is None else torch.full_like(x, NAN) for x in self.parts(case, 0)]
+        inputs = self.parts(case, 0)
+        for x in (x for x in inputs if x is not None):
+            make_undefined(x)
         with executor.calls.lock:
             plan = executor._choose(None, inputs)
         assert isinstance(plan, GlooPlan)
