@@ -19,7 +19,6 @@ from hostir.ir.source import described, error, user_span
 from hostir.torch.functional import Ranks, name_of, ready
 from hostir.torch.modules import local_weight, mesh_of
 from hostir.torch.ops import collectives, grouped
-from hostir.torch.ops.gradients import wants_gradients
 
 GROUPS = "[experts, features, hidden], [experts, features, hidden] and [experts, hidden, features]"
 
@@ -54,7 +53,7 @@ def expert_mlp(
     x, weights, gate, up, down = ready(x, weights, gate, up, down)
     order, offsets, places = grouped.route.packet(experts, count, name)
     by_token = collectives.all_gather.call(weights, 0, name).view(places.shape)
-    if not wants_gradients((x, weights, gate, up, down)):
+    if not (torch.is_grad_enabled() and any(t.requires_grad for t in (x, weights, gate, up, down))):
         operands = [x, gate, up, down, order, offsets, places, by_token]
         return grouped.expert_mlp.call(*operands, name)
     by_row = by_token.flatten(1).gather(1, _inverse(places).long())  # the weight of each row
@@ -71,10 +70,18 @@ def _inverse(places: Tensor) -> Tensor:
 
 
 def _check(x: Tensor, experts: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> None:
-    """Raise HostIRError unless the shapes, dtypes and devices of the arguments fit each other."""
+    """Raise HostIRError unless the types, shapes, dtypes and devices of the arguments fit each other."""
+    names = {"x": x, "experts": experts, "weights": weights, "gate": gate, "up": up, "down": down}
+    for name, t in names.items():
+        if not isinstance(t, Tensor) or isinstance(t, DTensor):
+            hint = "hostir.torch.GroupedExperts takes DTensors" if isinstance(t, DTensor) else ""
+            raise error(f"{name}={described(t)}", user_span(), expected="a plain tensor: this rank's part", hint=hint)
     if x.dim() != 2 or experts.dim() != 2 or experts.shape != weights.shape or len(experts) != len(x):
         what = f"tokens {described(x)}, experts {described(experts)} and weights {described(weights)}"
         raise error(what, user_span(), expected="[M, features], [M, k] and [M, k], for M tokens")
+    if not experts.shape[1] or not gate.numel():
+        what = f"experts of shape {list(experts.shape)}, and matrices of shape {list(gate.shape)}"
+        raise error(what, user_span(), expected="at least one expert for each token, and matrices with elements")
     if experts.dtype not in grouped.INTEGERS:
         raise error(f"experts of {experts.dtype}", user_span(), expected="int32 or int64")
     first = (gate.shape[0], x.shape[1]) if gate.dim() == 3 else None
@@ -82,7 +89,12 @@ def _check(x: Tensor, experts: Tensor, weights: Tensor, gate: Tensor, up: Tensor
     if not fits or down.shape != (gate.shape[0], gate.shape[2], x.shape[1]):
         what = f"matrices of shape {list(gate.shape)}, {list(up.shape)} and {list(down.shape)}, {x.shape[1]} features"
         raise error(what, user_span(), expected=GROUPS)
-    devices = {str(t.device) for t in (x, experts, weights, gate, up, down)}
+    floats = {name: t.dtype for name, t in names.items() if name != "experts"}
+    others = {dtype for name, dtype in floats.items() if name != "weights"}
+    if (len(others) > 1 and not torch.is_autocast_enabled(x.device.type)) or not weights.is_floating_point():
+        what = ", ".join(f"{name} of {dtype}" for name, dtype in floats.items())
+        raise error(what, user_span(), expected="one dtype, except for the weights, which may be of another float")
+    devices = {str(t.device) for t in names.values()}
     if len(devices) > 1:
         raise error(f"tensors on {', '.join(sorted(devices))}", user_span(), expected="all on one device")
 
@@ -201,6 +213,9 @@ class GroupedExperts(ShardedExperts):
     ) -> None:
         super().__init__()
         mesh, group = mesh_of(mesh, "experts")
+        for name, number in (("experts", experts), ("features", features), ("hidden", hidden)):
+            if not isinstance(number, int) or number < 1:
+                raise error(f"{name}={described(number)}", user_span(), expected="a positive integer")
         check_hidden(hidden, mesh)
         for name, inputs, outputs in (
             ("gate", features, hidden),

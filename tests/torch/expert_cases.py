@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -245,17 +246,55 @@ def operators_of_experts_pass_torchs_opcheck() -> None:
 @case
 def arguments_that_do_not_fit_are_refused() -> None:
     x, experts, weights, gate, up, down = parts_of(drawn(4, ROUTES["any"]))
+    whole = DTensor.from_local(gate, tp_mesh(), [Shard(2)])
     for arguments, problem in (
         ((x, experts[:3], weights, gate, up, down), "tokens .* experts .* and weights"),
         ((x, experts.float(), weights, gate, up, down), "experts of torch.float32"),
         ((x, experts, weights, gate[1:], up, down), "matrices of shape"),
         ((x, experts, weights, gate, up, down[:, 1:]), "matrices of shape"),
-        ((x, experts, weights, gate.double(), up.double(), down.double()), "operands of several dtypes"),
+        (
+            (x, experts, weights, gate.double(), up.double(), down.double()),
+            "x of torch.float32, .*gate of torch.float64",
+        ),
+        ((x, experts, weights.int(), gate, up, down), "(?s)weights of torch.int32.*expected: one dtype"),
+        ((x, experts[:, :0], weights[:, :0], gate, up, down), "expected: at least one expert for each token"),
+        ((x, experts, weights, gate[:0], up[:0], down[:0]), "matrices of shape .0, "),
+        ((x.tolist(), experts, weights, gate, up, down), r"(?s)x=\[.*expected: a plain tensor"),
+        ((x, None, weights, gate, up, down), "experts=None"),
+        ((x, experts, weights, whole, up, down), "(?s)gate=a .*DTensor of shape.*GroupedExperts takes DTensors"),
+        ((x, experts, weights, gate.to("meta"), up, down), "tensors on cpu, meta"),
     ):
         with pytest.raises(hi.HostIRError, match=problem):
             hi.torch.expert_mlp(*arguments, group())
     with pytest.raises(hi.HostIRError, match="ranks do not divide the hidden features"):
         hi.torch.GroupedExperts(EXPERTS, FEATURES, HIDDEN * RANKS + 1, tp_mesh())
+    for number in (0, "5"):
+        with pytest.raises(hi.HostIRError, match=f"(?s)experts={number!r}.*expected: a positive integer"):
+            hi.torch.GroupedExperts(number, FEATURES, HIDDEN * RANKS, tp_mesh())
+
+
+@case
+def torch_compile_traces_experts_without_graph_breaks_for_any_number_of_tokens() -> None:
+    layer = hi.torch.GroupedExperts(EXPERTS, FEATURES, HIDDEN * RANKS, tp_mesh())
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True)
+    for tokens in (4, 6, 9):
+        mine = [part(t, 0) for t in drawn(tokens, ROUTES["any"])[:3]]
+        eager = layer(*mine)
+        eager.square().sum().backward()
+        gradients = [p.grad.full_tensor() for p in layer.parameters()]
+        layer.zero_grad()
+        y = compiled(*mine)
+        assert_near(y.detach(), eager.detach())
+        y.square().sum().backward()
+        for parameter, gradient in zip(layer.parameters(), gradients, strict=True):
+            assert_near(parameter.grad.full_tensor(), gradient)
+        layer.zero_grad()
+        with torch.no_grad():
+            assert_near(compiled(*mine), eager.detach())
+    assert counter.frame_count == 2  # with and without gradients
+    torch._dynamo.reset()
 
 
 if __name__ == "__main__":
