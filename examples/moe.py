@@ -3,8 +3,9 @@
     python examples/moe.py                               one rank
     torchrun --nproc-per-node 4 examples/moe.py          4 ranks: on GPUs if available, otherwise on CPU
 
-As in Mixtral, a router chooses 2 experts for each token. The number of tokens changes every step. Each step is compared
-with the same model on one rank, which has all tokens and all matrices.
+A router chooses 2 experts for each token, as in Mixtral. A shared expert computes all tokens, as in DeepSeek-V3: it is
+one more expert, which every token has. The number of tokens changes every step. Each step is compared with the same
+model on one rank, which has all tokens and all matrices.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import hostir.torch
 
 WORDS, FEATURES, HIDDEN, EXPERTS, EACH, LAYERS, STEPS = 64, 32, 48, 8, 2, 2, 3
+SHARED = EXPERTS  # the number of the shared expert
 
 
 class Layer(nn.Module):
@@ -35,7 +37,9 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows = self.norm(x)
         scores, chosen = self.router(rows).softmax(-1).topk(EACH)
-        return x + self.experts(rows, chosen, scores / scores.sum(-1, keepdim=True))
+        weights = scores / scores.sum(-1, keepdim=True)
+        chosen, weights = F.pad(chosen, (0, 1), value=SHARED), F.pad(weights, (0, 1), value=1.0)
+        return x + self.experts(rows, chosen, weights)
 
 
 class OneRank(nn.Module):
@@ -64,7 +68,7 @@ def main() -> None:
     mesh = start()
     rank, ranks = mesh.get_rank(), mesh.size()
     device = torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None)
-    sharded = [hostir.torch.GroupedExperts(EXPERTS, FEATURES, HIDDEN, mesh, device=device) for _ in range(LAYERS)]
+    sharded = [hostir.torch.GroupedExperts(EXPERTS + 1, FEATURES, HIDDEN, mesh, device=device) for _ in range(LAYERS)]
     ours, single = model(device, sharded), model(device, [OneRank(each) for each in sharded])
     steps = [torch.optim.AdamW(m.parameters(), 1e-2) for m in (ours, single)]
     for step in range(STEPS):

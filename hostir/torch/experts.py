@@ -161,7 +161,9 @@ class ShardedExperts(nn.Module):
             raise error(what, user_span(), expected="[..., features] and [..., k], with equal leading axes")
         gate, up, down = self.stored.matrices([local_weight(p) for p in self.stored.parameters(self)])
         tokens, chosen, shares = (t.flatten(0, -2) for t in (rows, chosen, shares))
-        y = expert_mlp(tokens, chosen, shares, gate, up, down, self.group).view(rows.shape)
+        y = expert_mlp(tokens, chosen, shares, gate, up, down, self.group)
+        if rows.dim() > 2:
+            y = torch.ops.aten._unsafe_view(y, rows.shape)  # fully_shard warns about modules that return a view
         return y if placement is None else DTensor.from_local(y, self.mesh, [placement], run_check=False)
 
     def placement(self, x: Tensor, experts: Tensor, weights: Tensor) -> Placement | None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 import hostir as hi
@@ -227,6 +231,30 @@ def a_style_refuses_modules_that_it_would_not_compute() -> None:
     ):
         with pytest.raises(hi.HostIRError, match=problem):
             sharded(*arguments)
+
+
+@case
+def experts_train_on_a_mesh_of_data_parallel_and_tensor_parallel_ranks() -> None:
+    grid = init_device_mesh("cpu", (2, RANKS // 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(3)
+    layer = hi.torch.GroupedExperts(EXPERTS, FEATURES, HIDDEN * RANKS, grid["tp"])
+    whole = [broadcast(p.full_tensor().detach()).requires_grad_() for p in layer.parameters()]
+    for parameter, exact in zip(layer.parameters(), whole, strict=True):  # equal matrices on all ranks
+        parameter.data.copy_(distribute_tensor(exact.detach(), grid["tp"], parameter.placements))
+    fully_shard(layer, mesh=grid["dp"])
+    assert all(p.device_mesh == grid for p in layer.parameters())
+    for tokens in (3, 5):
+        x, experts, weights, *_ = drawn(tokens, ROUTES["any"])
+        mine, exact = [part(t, 0)[None] for t in (x, experts, weights)], mixture(x, experts, weights, *whole)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*returned a view")
+            y = layer(*mine)[0]
+        assert_near(y.detach(), part(exact.detach(), 0))
+        y.square().sum().backward()
+        exact.square().sum().backward()
+        for parameter, other in zip(layer.parameters(), whole, strict=True):
+            assert_near(parameter.grad.full_tensor() * 2, other.grad)  # fully_shard averages over dp
+            parameter.grad = other.grad = None
 
 
 @case

@@ -43,6 +43,7 @@ ON_FOUR = {  # the other cases do not depend on the number of ranks, and run on 
     "experts_match_a_mixture_on_one_rank_with_gradients",
     "modules_of_experts_train_like_on_one_rank",
     "a_style_shards_modules_of_experts",
+    "experts_train_on_a_mesh_of_data_parallel_and_tensor_parallel_ranks",
 }
 CASES = {s: re.findall(r"@case\ndef (\w+)\(", s.read_text(encoding="utf-8")) for s in SCRIPTS}
 TIMEOUT = 280
