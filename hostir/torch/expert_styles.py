@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -41,7 +42,9 @@ class TensorParallelExperts(ParallelStyle):
     expert. Raises HostIRError if the module computes something else.
 
     Args:
-        gate, up, down: the names of the parameters, or of the linear layers of each expert.
+        gate, up, down: the names of the parameters, or of the linear layers of each expert. If `gate` and `up` are one
+            name, this parameter holds both: the gate's columns, then as many others. It becomes two parameters, with
+            `_gate` and `_up` added to its name. So load a checkpoint before.
         transposed: True if the parameters are `[experts, outputs, inputs]`, False for `[experts, inputs, outputs]`. For
             an `nn.ModuleList` it has no meaning.
         check: False to shard the module without computing random tokens. Use it for modules on torch's meta device.
@@ -59,8 +62,15 @@ class TensorParallelExperts(ParallelStyle):
             expected = "one style for each module, applied once"
             raise error(f"{place} is sharded already", user_span(), expected=expected)
         listed = isinstance(module, nn.ModuleList)
+        in_one = self.stored.gate if self.stored.gate == self.stored.up and not listed else ""
         stored = Stored() if listed else self.stored
-        parameters = _of_layers(place, self.stored) if listed else _of_module(place, stored)
+        if listed:
+            parameters = _of_layers(place, self.stored)
+        elif in_one:
+            parameters = _of_both(place, stored)
+            stored = replace(stored, gate=f"{in_one}_gate", up=f"{in_one}_up")
+        else:
+            parameters = _of_module(place, stored)
         gate, up, down = matrices = stored.matrices(parameters)
         if gate.dim() != 3 or gate.shape != up.shape or down.shape != (gate.shape[0], gate.shape[2], gate.shape[1]):
             raise _misfit(place, stored, parameters)
@@ -75,6 +85,11 @@ class TensorParallelExperts(ParallelStyle):
                 module.register_parameter(name, nn.Parameter(parameter.contiguous()))
             target.__class__ = GroupedExperts
         else:
+            if in_one:
+                trained = getattr(module, in_one).requires_grad
+                delattr(module, in_one)
+                for name, parameter in zip((stored.gate, stored.up), parameters, strict=False):
+                    module.register_parameter(name, nn.Parameter(parameter, requires_grad=trained))
             target.__class__ = _sharded(cls)
         target.become(mesh, group, stored, self.src_data_rank)
         return module
@@ -98,6 +113,27 @@ def _of_module(place: Place, stored: Stored) -> list[Tensor]:
             hint="TensorParallelExperts(gate, up, down) takes the names of three parameters",
         )
     return _unsharded(place, [own[name] for name in stored.placements])
+
+
+def _of_both(place: Place, stored: Stored) -> list[Tensor]:
+    """Return gate, up and down of a module that stores gate and up in one parameter."""
+    parameters = _of_module(place, stored)
+    both, down = parameters[0], parameters[-1]
+    axis = 1 if stored.transposed else 2
+    wide, narrow = both.shape, down.shape
+    if both.dim() == down.dim() == 3:
+        wide, narrow = (matrix.shape for matrix in stored.matrices([both, down]))
+    if len(wide) != 3 or wide[2] % 2 or narrow != (wide[0], wide[2] // 2, wide[1]):
+        forms = ("[experts, 2 * hidden, features]", "[experts, features, hidden]")
+        if not stored.transposed:
+            forms = ("[experts, features, 2 * hidden]", "[experts, hidden, features]")
+        raise error(
+            f"{place} has {stored.gate} {list(both.shape)}, {stored.down} {list(down.shape)}",
+            user_span(),
+            expected=" and ".join(forms),
+            hint="check 'transposed'",
+        )
+    return [*(part.detach().contiguous() for part in both.chunk(2, axis)), down]
 
 
 def _of_layers(place: Place, names: Stored) -> list[Tensor]:

@@ -134,6 +134,21 @@ class SortedExperts(Experts):
         return torch.cat([self.rows(part, e) for e, part in enumerate(parts)])
 
 
+class CombinedExperts(Experts):
+    """Experts with gate and up in one parameter, as those of transformers."""
+
+    def __init__(self, transposed=True):
+        super().__init__(transposed=transposed)
+        self.names = ("gate_up_proj", "down_proj")
+        both = torch.cat([self.gate.detach(), self.up.detach()], 1 if transposed else 2)
+        self.gate_up_proj, self.down_proj = nn.Parameter(both), self.down
+        del self.gate, self.up, self.down
+
+    def matrices(self):
+        both, down = super().matrices()
+        return [*both.chunk(2, 2), down]
+
+
 class Expert(nn.Module):
     def __init__(self):
         super().__init__()
@@ -145,6 +160,7 @@ class Expert(nn.Module):
 
 
 TITANS = {"gate": "w1", "up": "w3", "down": "w2"}
+COMBINED = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
 
 
 @case
@@ -155,6 +171,8 @@ def a_style_shards_modules_of_experts() -> None:
         (lambda: Experts(("w1", "w3", "w2"), transposed=True), style(**TITANS, transposed=True)),
         (lambda: SortedExperts(("w1", "w3", "w2"), transposed=True), style(**TITANS, transposed=True)),
         (lambda: nn.ModuleList(Expert() for _ in range(EXPERTS)), style(**TITANS)),
+        (CombinedExperts, style(**COMBINED, transposed=True)),
+        (lambda: CombinedExperts(transposed=False), style(**COMBINED)),
     ):
         torch.manual_seed(RANK)
         model = nn.ModuleDict({"experts": make()})
@@ -168,6 +186,8 @@ def a_style_shards_modules_of_experts() -> None:
         parallelize_module(model, tp_mesh(), {"experts": plan})
         assert model["experts"] is module
         if not isinstance(module, hi.torch.GroupedExperts):
+            if isinstance(module, CombinedExperts):
+                names = ["down_proj", "gate_up_proj_gate", "gate_up_proj_up"]
             assert [*dict(module.named_parameters())] == names
             assert type(module).__name__.startswith("Sharded")
         assert module.training
@@ -177,7 +197,7 @@ def a_style_shards_modules_of_experts() -> None:
         assert_near(y.detach(), part(exact.detach(), 0))
         exact.square().sum().backward()
         y.square().sum().backward()
-        for parameter, other in zip(module.parameters(), whole, strict=True):
+        for parameter, other in zip(module.stored.parameters(module), whole, strict=True):
             grad = parameter.grad.full_tensor()
             assert_near(grad.mT if plan.stored.transposed and grad.shape != other.shape else grad, other.grad)
         with torch.no_grad():
@@ -214,6 +234,9 @@ def a_style_refuses_modules_that_it_would_not_compute() -> None:
         (nn.ModuleList(), style(), "ModuleList has no linear layer 'gate'"),
         (odd, style(**TITANS), "the layers 'w1' of ModuleList have several sizes"),
         (sharded, style(), "ShardedExperts is sharded already"),
+        (CombinedExperts(), style(**COMBINED | {"down": "down"}, transposed=True), "has no parameter 'down'"),
+        (CombinedExperts(), style(**COMBINED), "(?s)has gate_up_proj .5, .*., down_proj.*features, 2 "),
+        (CombinedExperts(), style(**COMBINED | {"down": "gate_up_proj"}, transposed=True), "has gate_up_proj .5, "),
         (Experts().to("meta"), style(), "is on meta"),
     ):
         with pytest.raises(hi.HostIRError, match=problem):
