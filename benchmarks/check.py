@@ -1,7 +1,9 @@
 """Measure how long the checker takes for different numbers of ranks: an MLP with 64 slices, by every strategy.
 
     python -m benchmarks.check --out benchmarks/results/check
-    python -m benchmarks.check --mutants 100000 compare a check of one rank with a check of all ranks, on mutants
+    python -m benchmarks.check --mutants 30000  compare a check of one rank with a check of all ranks, on mutants
+
+With `--mutants` there is one line for programs of meshes with one axis, one for two axes, and one for 2 x 2 x 2 ranks.
 
 All ranks run the same statements, so the checker looks at one rank. The table counts the unrolled statements of this
 rank in all checked calls. If all ranks together have at most `ALL` statements, it also has the time of a check of all
@@ -87,7 +89,12 @@ def programs() -> list[Program]:
         if pattern in SENT or strategy in ("sequential", "pipeline")
     ]
     more += [program for grid in GRIDS for program in on_grid(*grid)]
+    with knobs.scope(spec=0):
+        more += [hi.lower(tiny(patterns.mlp_3d, 8, 2), strategy) for strategy in STRATEGIES]
     return [*originals(), *{str(p): p for p in more}.values()]
+
+
+OUTCOMES = ("both right", "both wrong", "DIFFERENT", "ranks differ", "no structure", "no program")
 
 
 def compare(mutant: Mutant) -> str:
@@ -109,18 +116,27 @@ def compare(mutant: Mutant) -> str:
 
 
 def against_all(most: int) -> None:
-    """Compare checks of one rank with checks of all ranks on at most `most` mutants; print the outcomes."""
-    mutants = sample(every_mutant(programs()), most)
-    with Pool() as pool:
-        outcomes = Counter(pool.imap_unordered(compare, mutants, chunksize=8))
-    print(table(["mutants", "how many"], [[outcome, str(count)] for outcome, count in outcomes.most_common()]))
+    """Compare checks of one rank with checks of all ranks, on at most `most` mutants for each number of mesh axes."""
+    by_axes: dict[int, list[Program]] = {}
+    for program in programs():
+        by_axes.setdefault(max(len(mesh.axes) for mesh in program.meshes), []).append(program)
+    rows = []
+    for axes, group in sorted(by_axes.items()):
+        mutants = sample(every_mutant(group), most)
+        with Pool() as pool:
+            counts = Counter(pool.imap_unordered(compare, mutants, chunksize=8))
+        rows.append([str(axes), str(len(mutants)), *(str(counts[outcome]) for outcome in OUTCOMES)])
+    print(table(["axes", "mutants", *OUTCOMES], rows))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument(
-        "--mutants", type=int, default=0, help="compare one rank with all ranks, on this number of mutants"
+        "--mutants",
+        type=int,
+        default=0,
+        help="compare one rank with all ranks, on this number of mutants for each number of axes",
     )
     options = parser.parse_args()
     if options.mutants:

@@ -192,6 +192,7 @@ def environment(options: argparse.Namespace, seconds: float) -> dict[str, Any]:
         "seeds": options.seeds,
         "jobs": options.jobs,
         "seconds": round(seconds),
+        **{name: " ".join(chosen) for name in ("only", "edits") if (chosen := getattr(options, name))},
     }
 
 

@@ -68,8 +68,8 @@ def test_a_sample_has_equally_many_mutants_of_each_operator_and_is_the_same_ever
 
 
 def test_the_page_on_mutation_shows_the_results_of_the_benchmark() -> None:
-    measured = (ROOT / "benchmarks/results/mutation.md").read_text().split("\n\n")
-    tables = [part.strip() for part in measured if part.startswith("| ")]
+    results = [(ROOT / f"benchmarks/results/{name}.md").read_text() for name in ("mutation", "mutation_experts")]
+    tables = [part.strip() for text in results for part in text.split("\n\n") if part.startswith("| ")]
     page = (ROOT / "docs/mutation.md").read_text()
-    assert len(tables) == 2
+    assert len(tables) == 3
     assert all(table in page for table in tables)
