@@ -9,7 +9,7 @@ with NVLink. Times on more than 2 ranks, and on H200, were not measured.
 from __future__ import annotations
 
 from hostir.choice.cost import CostTransfer
-from hostir.choice.hardware import Hardware
+from hostir.choice.hardware import H100, Hardware
 from hostir.ir.comm_ops import COPY_ENGINE, LOW_LATENCY, ONE_SHOT, TWO_SHOT
 
 KERNEL = 9.75  # microseconds of a barrier, or of another kernel of torch's that moves few bytes
@@ -41,3 +41,24 @@ def implemented(transfer: CostTransfer, hardware: Hardware) -> float | None:
         to_workspace = 0.0 if transfer.in_workspace else SMALL_COPY + 2 * part / hardware.memory
         return to_workspace + 2 * KERNEL + (ranks - 1) * (hardware.copy + part / hardware.link)
     return None
+
+
+def is_sooner(by: str, size: int, ranks: int) -> bool:
+    """Return True if an all-reduce by `low_latency` is expected to take no longer than one by a kernel of torch's.
+
+    torch's kernel finds its operand in symmetric memory. With `two_shot` it also overwrites the operand with the sum.
+    After `low_latency`, a copy does that. Its rate is that of an H100, so that all ranks get the same answer.
+
+    Args:
+        by: torch's kernel, `one_shot` or `two_shot`.
+        size: the bytes of the operand.
+        ranks: the number of ranks.
+    """
+    ours, torchs = (
+        implemented(CostTransfer(f"allreduce by {each}", size, ranks, in_workspace=True), H100)
+        for each in (LOW_LATENCY, by)
+    )
+    assert ours is not None
+    assert torchs is not None
+    copied = SMALL_COPY + 2 * size / 1e3 / H100.memory if by == TWO_SHOT else 0.0
+    return ours + copied <= torchs

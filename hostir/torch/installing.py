@@ -12,10 +12,16 @@ from hostir.ir.source import error, user_span
 from hostir.knobs import TUNE
 from hostir.lower import AUTO
 from hostir.lower.strategies import check_strategy
+from hostir.machines.cuda import torchs
 from hostir.torch import implementations
 from hostir.torch.ops.all_gather_matmul import fused_all_gather_matmul
 from hostir.torch.ops.all_gather_scaled_matmul import fused_all_gather_scaled_matmul
-from hostir.torch.ops.collectives import low_contention_all_gather, low_contention_reduce_scatter
+from hostir.torch.ops.collectives import (
+    low_contention_all_gather,
+    low_contention_reduce_scatter,
+    one_shot_all_reduce,
+    two_shot_all_reduce,
+)
 from hostir.torch.ops.matmul_reduce_scatter import fused_matmul_reduce_scatter
 from hostir.torch.ops.running import SETTINGS
 from hostir.torch.ops.scaled_matmul_reduce_scatter import fused_scaled_matmul_reduce_scatter
@@ -27,6 +33,8 @@ TAKEN_OVER = (
     fused_scaled_matmul_reduce_scatter,
     low_contention_all_gather,
     low_contention_reduce_scatter,
+    one_shot_all_reduce,
+    two_shot_all_reduce,
 )
 
 
@@ -74,14 +82,15 @@ def _installed() -> bool:
 
 
 def install(*, strict: bool = False, strategy: str = AUTO, tune: float | None = None) -> Installation:
-    """Make hostir run six operators of `torch.ops.symm_mem`, on CUDA and on CPU. Torch has no kernels for the CPU.
+    """Make hostir run eight operators of `torch.ops.symm_mem`, on CUDA and on CPU. Torch has no kernels for the CPU.
 
     The operators are `fused_all_gather_matmul`, `fused_matmul_reduce_scatter`, `fused_all_gather_scaled_matmul`,
-    `fused_scaled_matmul_reduce_scatter`, `_low_contention_all_gather` and `_low_contention_reduce_scatter`. hostir runs
-    every call of `torch.ops.symm_mem.NAME`, in eager code and in compiled graphs. The operators without scales also get
-    gradients. If hostir cannot run a call, torch's function runs it, and a `hi.FallbackWarning` gives each reason once.
-    `uninstall()`, or the end of `with install():`, gives the operators back to torch. Another call of `install` changes
-    the settings.
+    `fused_scaled_matmul_reduce_scatter`, `_low_contention_all_gather`, `_low_contention_reduce_scatter`,
+    `one_shot_all_reduce` and `two_shot_all_reduce_`. hostir runs every call of `torch.ops.symm_mem.NAME`, in eager code
+    and in compiled graphs, with one exception: with the strategy `auto`, torch runs the all-reduces that its kernel is
+    expected to compute faster. The first six operators also get gradients, unless they have scales. If hostir cannot
+    run a call, torch's function runs it, and a `hi.FallbackWarning` gives each reason once. `uninstall()`, or the end
+    of `with install():`, gives the operators back to torch. Another call of `install` changes the settings.
 
     hostir also replaces two Python functions of `torch.distributed._symmetric_memory`, which vLLM calls with
     FlashInfer's matmul: `_fused_all_gather_matmul_impl` and `_fused_scaled_matmul_reduce_scatter_impl`. If one of these
@@ -110,6 +119,7 @@ def uninstall() -> None:
     """Give the operators and functions back to torch, and reset the settings. Does nothing if nothing is installed."""
     if _installed():
         _registrations()._destroy()
+        torchs.drop()
     _registrations.cache_clear()
     implementations.give_back()
     SETTINGS.strategy, SETTINGS.strict, SETTINGS.tune = AUTO, False, None

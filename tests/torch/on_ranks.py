@@ -33,6 +33,11 @@ def case(function: Callable[[], None]) -> Callable[[], None]:
     return function
 
 
+def case_of_gpus(function: Callable[[], None]) -> Callable[[], None]:
+    """Register a case that needs GPUs."""
+    return case(function) if DEVICE == "cuda" else function
+
+
 def main(*cpu_only: str) -> None:
     """Run the cases that the arguments name, or all; those in `cpu_only` do not run on GPUs by default."""
     warnings.simplefilter("ignore", FutureWarning)  # torch warns about names that torch 2.11 needs

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from unittest import mock
 
@@ -21,7 +21,19 @@ import hostir as hi
 import hostir.torch
 from hostir.torch.ops.library import Operator
 from hostir.torch.ops.running import group_named
-from tests.torch.on_ranks import OPS, RANK, RANKS, assert_near, broadcast, case, group, main, part, parts_of_all
+from tests.torch.on_ranks import (
+    OPS,
+    RANK,
+    RANKS,
+    assert_near,
+    broadcast,
+    case,
+    case_of_gpus,
+    group,
+    main,
+    part,
+    parts_of_all,
+)
 
 STRATEGIES = ("auto", "sequential", "pipeline", "ring", "fused", "push")
 
@@ -294,6 +306,70 @@ def low_contention_reduce_scatter() -> None:
 # MicroPipelineTPTest ----------------------------------------------------------------------------------------------
 
 
+def symmetric(x: torch.Tensor) -> torch.Tensor:
+    """Return the values of `x` in symmetric memory; on CPU, where torch has none, in other memory."""
+    if x.device.type == "cpu":
+        return x.clone()
+    copy = symm_mem.empty(x.shape, dtype=x.dtype, device=x.device)
+    symm_mem.rendezvous(copy, group())
+    return copy.copy_(x)
+
+
+@case
+def one_shot_and_two_shot_all_reduces() -> None:
+    for strategy, dtype, calls in itertools.product(("auto", "ring"), (torch.float32, torch.bfloat16), (1, 3)):
+        x = torch.randn(4 * RANKS, 64).to(dtype)
+        expected = sum(parts_of_all(x), torch.zeros(x.shape, dtype=torch.float32)).to(dtype)
+        mine = symmetric(x)
+        with run_by_hostir(strategy, "one_shot_all_reduce", calls):
+            for _ in range(calls):
+                y = OPS.one_shot_all_reduce(mine, "sum", group())
+                torch.testing.assert_close(y, expected)
+                assert torch.equal(mine, x), "the operand stays"
+        with run_by_hostir(strategy, "two_shot_all_reduce_", calls):
+            for _ in range(calls):
+                mine.copy_(x)
+                assert OPS.two_shot_all_reduce_(mine, "sum", group()) is mine
+                torch.testing.assert_close(mine, expected)
+
+
+@case_of_gpus
+def torch_runs_all_reduces_of_other_memory_and_of_large_tensors() -> None:
+    x = torch.randn(4, 1024)
+    hi.torch.report(clear=True)
+    with hi.torch.install(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            with pytest.raises(RuntimeError):  # torch's message
+                OPS.one_shot_all_reduce(x, "sum", group())
+        large = symmetric(torch.ones(32 << 20, dtype=torch.bfloat16))
+        OPS.two_shot_all_reduce_(large, "sum", group())
+    assert (large == RANKS).all()
+    messages = [str(w.message) for w in caught if isinstance(w.message, hi.FallbackWarning)]
+    assert ["its input is not in symmetric memory" in text for text in messages] == [True] * (RANK == 0)
+    assert {(row.operator, row.strategy, row.calls) for row in hi.torch.report()} == {
+        ("symm_mem::one_shot_all_reduce", "torch", 2),
+        ("symm_mem::two_shot_all_reduce_", "torch", 1),
+    }
+    assert_refused("auto", lambda: OPS.one_shot_all_reduce(x, "sum", group()), "not in symmetric memory")
+    with hi.torch.install(strategy="sequential"):  # hostir's own program, whatever the size
+        mine = symmetric(torch.ones(32 << 20, dtype=torch.bfloat16))
+        OPS.two_shot_all_reduce_(mine, "sum", group())
+    assert (mine == RANKS).all()
+
+
+@case
+def torch_runs_all_reduces_that_hostir_cannot_run() -> None:
+    x = torch.randint(9, (4, 8), dtype=torch.int32)
+    expected = sum(parts_of_all(x)).to(torch.int32)
+    with hi.torch.install(), pytest.warns(hi.FallbackWarning) if RANK == 0 else nullcontext():
+        assert torch.equal(OPS.one_shot_all_reduce(x, "sum", group()), expected)
+    with hi.torch.install():
+        y = OPS.two_shot_all_reduce_(x, "sum", group())
+        assert y.data_ptr() == x.data_ptr()
+        assert torch.equal(x, expected)
+
+
 @case
 def graphs_of_torchs_micro_pipeline_pass_run_by_every_strategy() -> None:
     from torch._inductor.decomposition import decompositions
@@ -411,4 +487,8 @@ def uninstalling_restores_torchs_operators() -> None:
 
 if __name__ == "__main__":
     # On CPUs torch has no operators of this name, and it sums integers.
-    main("uninstalling_restores_torchs_operators", "unsupported_calls_run_in_torch_and_warn_once")
+    main(
+        "uninstalling_restores_torchs_operators",
+        "unsupported_calls_run_in_torch_and_warn_once",
+        "torch_runs_all_reduces_that_hostir_cannot_run",
+    )

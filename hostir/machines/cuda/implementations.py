@@ -10,7 +10,7 @@ If the next operation awaits each of these collectives, they run on the caller's
 separate stream, like the collectives of NCCL. Collectives of NCCL among the same ranks then follow that stream, too,
 because the collectives of a team must start in the order in which they are issued.
 
-`one_shot` and `two_shot` call operators of `torch.ops.symm_mem` that `hostir.torch.install` leaves to torch.
+`one_shot` and `two_shot` run torch's own kernels, also after `hostir.torch.install` has taken over their operators.
 `copy_engine` makes the barriers and copies of torch's `_low_contention_all_gather`. That operator returns a new tensor,
 which would have to be copied to the result.
 """
@@ -31,6 +31,7 @@ from hostir.job.offers import SLOTS, WORKSPACE
 from hostir.job.symmetric import SharedMemory
 from hostir.kernels.dtypes import torch_dtype
 from hostir.machines.binding import Step
+from hostir.machines.cuda import torchs
 from hostir.machines.cuda.context import PlanContext
 from hostir.machines.cuda.streams import current, own_stream
 from hostir.machines.normed import NormedSum
@@ -271,17 +272,18 @@ class SymmetricCollectives:
         return self.memory.kept["handle"]
 
     def operator(self, op: CollectiveOp, name: str) -> Callable[..., object]:
-        """Return an operator of `torch.ops.symm_mem`. Raise HostIRError if this torch has no such operator."""
-        packet = getattr(torch.ops.symm_mem, name, None)
-        if packet is None:
+        """Return torch's kernel of an operator of `torch.ops.symm_mem`, as a function.
+
+        Raise HostIRError if this torch has no such operator.
+        """
+        if not hasattr(torch.ops.symm_mem, name):
             s = op.place.statement
             raise error(
                 f"torch {torch.__version__} has no operator symm_mem.{name}, which '{s.keyword()} by {op.by}' needs",
                 s.span,
                 hint="leave out 'by': NCCL runs the collective",
             )
-        overload: Callable[..., object] = packet.default
-        return overload
+        return torchs.own(name)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -10,14 +10,30 @@ import torch
 import torch.distributed._functional_collectives  # registers the operators that the CPU fallbacks call
 import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
+from torch._C._distributed_c10d import _SymmetricMemory
 from torch.distributed.distributed_c10d import _get_group_size_by_name
 
+from hostir.choice.collectives import is_sooner
+from hostir.ir.comm_ops import ONE_SHOT, TWO_SHOT, UNIT
 from hostir.ir.program import Program
+from hostir.lower import AUTO
+from hostir.machines.cuda import torchs
 from hostir.torch.ops.fusions import extra_sizes, fusion, in_front, type_of
 from hostir.torch.ops.gradients import refuse_twice
 from hostir.torch.ops.layouts import check_shape, collapsed, empty_rows, into, unaliased
-from hostir.torch.ops.library import GATHERED, SCATTERED, SUMMED, Operator, check_out, define, takes_over
-from hostir.torch.ops.running import THREAD, OperatorCall, Unfit, do_not_remember, dtype_of
+from hostir.torch.ops.library import GATHERED, SCATTERED, SUMMED, Operator, TakenOver, check_out, define, takes_over
+from hostir.torch.ops.running import (
+    SETTINGS,
+    THREAD,
+    OperatorCall,
+    Unfit,
+    do_not_remember,
+    dtype_of,
+    leave_to_torch,
+    run_by_torch,
+)
+
+BY_LOW_LATENCY = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @define("all_gather(Tensor x, int gather_dim, str group_name) -> Tensor", GATHERED)
@@ -242,6 +258,72 @@ def _overlapped(x: Tensor, compute: Callable[..., Tensor], *args: Any) -> Tensor
     x.record_stream(stream)
     result.record_stream(current)
     return result
+
+
+def _plain_all_reduce(x: Tensor, reduce_op: str, group_name: str) -> Tensor:
+    ops = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.all_reduce(x.contiguous(), reduce_op, group_name))
+
+
+class TakenOverSum(TakenOver):
+    """An all-reduce of `torch.ops.symm_mem` that hostir runs where it is expected not to be slower than torch.
+
+    Fields:
+        by: the name of torch's kernel as an implementation of a collective.
+        in_place: True if the operator overwrites its operand with the sum.
+    """
+
+    def __init__(self, short_name: str, by: str, in_place: bool) -> None:
+        super().__init__(f"symm_mem::{short_name}", self.sum_up, {})
+        self.by, self.in_place, self.own = by, in_place, torchs.own(short_name)
+
+    def sum_up(self, x: Tensor, reduce_op: str, group_name: str) -> Tensor:
+        """Return the sum of `x` over all ranks, in new memory."""
+        if reduce_op != "sum":
+            raise Unfit(f"its reduction is {reduce_op!r}")
+        return reduced(OperatorCall(self.name, group_name), x)
+
+    def kernel(self, *args: Any, **options: Any) -> Any:
+        x, _, group_name = args
+        if torchs.is_kept(self.short_name, x.device):
+            if not _is_symmetric(x, group_name):
+                return self.refuse("its input is not in symmetric memory", args, options)
+            if why := self.why_torch(x, _get_group_size_by_name(group_name)):
+                return run_by_torch(self.name, group_name, why, lambda: self.own(*args))
+        result = super().kernel(*args, **options)
+        return x.copy_(result) if self.in_place and result is not x else result
+
+    def refuse(self, why: str, args: Sequence[Any], options: Any) -> Any:
+        kept = torchs.is_kept(self.short_name, args[0].device)
+        run = self.own if kept else _plain_all_reduce  # torch has no kernel on CPU
+        return leave_to_torch(self.name, args[2], why, lambda: run(*args))
+
+    def why_torch(self, x: Tensor, ranks: int) -> str:
+        """Return the reason why torch runs a call that hostir can run; empty if hostir runs it.
+
+        hostir runs all calls if the caller of `install` has chosen a strategy.
+        """
+        size = x.numel() * x.itemsize
+        if SETTINGS.strategy != AUTO or not size:
+            return ""
+        if size % UNIT or x.dtype not in BY_LOW_LATENCY:
+            return f"hostir's kernel sums multiples of {UNIT} bytes in f32, bf16 or f16"
+        return "" if is_sooner(self.by, size, ranks) else f"torch's kernel is expected to be faster on {ranks} ranks"
+
+    def register(self, library: Any) -> None:
+        torchs.keep(self.short_name)
+        super().register(library)
+
+
+def _is_symmetric(x: Tensor, group_name: str) -> bool:
+    """Return True if a CUDA tensor lies in symmetric memory."""
+    if hasattr(symm_mem, "is_symm_mem_tensor"):
+        return symm_mem.is_symm_mem_tensor(x)
+    return _SymmetricMemory.rendezvous(x, group_name) is not None  # torch 2.11: its kernels do the same
+
+
+one_shot_all_reduce = TakenOverSum("one_shot_all_reduce", ONE_SHOT, in_place=False)
+two_shot_all_reduce = TakenOverSum("two_shot_all_reduce_", TWO_SHOT, in_place=True)
 
 
 def _differentiate(gather: Operator, scatter: Operator) -> None:

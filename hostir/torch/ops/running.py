@@ -67,14 +67,19 @@ class Unfit(Exception):  # noqa: N818  # no error of the user's: torch's functio
 
 
 def leave_to_torch(name: str, group: str, why: str, torchs: Callable[[], Any]) -> Any:
-    """Leave a call to torch: run `torchs` and return its result, count the call, and warn once for each reason.
+    """Leave a call to torch that hostir cannot run: warn once for each reason, and return what `run_by_torch` returns.
 
-    Raises HostIRError in strict mode. `why` is the reason why hostir cannot run the call.
+    Raises HostIRError in strict mode.
     """
     if SETTINGS.strict:
         hint = "without strict=True, hostir.torch.install leaves it to torch"
         raise error(f"hostir cannot run {name}: {why}", user_span(), hint=hint)
     warn_once((name, why), f"torch's own function runs {name}: {why}.", "hostir.torch.report() counts the calls")
+    return run_by_torch(name, group, why, torchs)
+
+
+def run_by_torch(name: str, group: str, why: str, torchs: Callable[[], Any]) -> Any:
+    """Count a call that torch runs, run `torchs`, and return its result. `why` is why hostir does not run the call."""
     LEDGER.left(name, group, why)
     before, THREAD.in_torch = THREAD.in_torch, True
     try:

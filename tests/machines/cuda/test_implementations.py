@@ -469,12 +469,6 @@ def test_torch_without_an_operator_is_refused_at_the_statement(gpus: Gpus, monke
         operator("none")
 
 
-def test_the_operators_are_not_those_that_install_takes_over() -> None:
-    from hostir.torch.installing import TAKEN_OVER
-
-    assert not {f"symm_mem::{name}" for name in OPERATORS} & {operator.name for operator in TAKEN_OVER}
-
-
 def test_an_executor_captures_these_collectives_but_not_those_of_nccl() -> None:
     text = reduced("two_shot", 2)
     assert uniform_only(unroll(text, 0, {})) == ""
