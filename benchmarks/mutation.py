@@ -3,6 +3,7 @@
     python -m benchmarks.mutation --limit 400                                        a first look, in minutes
     python -m benchmarks.mutation --limit 0 --out benchmarks/results/mutation        all of them
     python -m benchmarks.mutation --only moe_layer --edits delete                    some programs and some edits
+    python -m benchmarks.mutation --sums --limit 0      those of programs with `chain` and `low_latency`, in minutes
 
 A mutant is a correct program with one edit (`tests/judging/mutants.py`). It is *guilty* if some run on simulated ranks
 shows that it is wrong (`tests/judging/mutation.py`). The checker should reject every guilty mutant, and accept all
@@ -39,7 +40,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from hostir.ir.program import Program
 from tests.judging.mutants import Mutant
-from tests.judging.mutation import OUTCOMES, Verdict, edited_twice, every_mutant, judge, originals, sample, subject
+from tests.judging.mutation import (
+    OUTCOMES,
+    Verdict,
+    edited_twice,
+    every_mutant,
+    judge,
+    originals,
+    sample,
+    subject,
+    sums,
+)
 
 ROOT = Path(__file__).parents[1]
 ORIGINAL = "unchanged"  # the kind of edit of the original programs
@@ -216,10 +227,11 @@ def add_selection(parser: argparse.ArgumentParser) -> None:
 
 def selected(options: argparse.Namespace) -> list[Program]:
     """Return the correct programs with the names of `--only`. Raises SystemExit if there is no such program."""
-    names = sorted({p.name for p in originals()})
+    programs = sums() if options.sums else originals()
+    names = sorted({p.name for p in programs})
     if unknown := [name for name in options.only or () if name not in names]:
         sys.exit(f"no program is called {', '.join(unknown)}; there are: {', '.join(names)}")
-    return [p for p in originals() if not options.only or p.name in options.only]
+    return [p for p in programs if not options.only or p.name in options.only]
 
 
 def mutants_of(programs: Sequence[Program], options: argparse.Namespace) -> list[Mutant]:
@@ -247,6 +259,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--limit", type=int, default=4000, help="number of mutants, the same from each kind of edit; 0 for all"
     )
+    parser.add_argument("--sums", action="store_true", help="only programs of chain, and with sums by low_latency")
     parser.add_argument("--seeds", type=int, default=200, help="schedules of each mutant (%(default)s)")
     parser.add_argument("--part", type=part, default=(1, 1), metavar="I/N", help="judge only the I-th of N parts")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop judging after this time")

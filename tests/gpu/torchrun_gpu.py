@@ -55,6 +55,12 @@ fusion @rows(%a: bf16[M@didx, 8192], %b: bf16[8192, 256]) -> (%c) {{
   %c: bf16[M, 256] auto = matmul %full, %b
 }}
 """
+SUMS = f"""hostir 1
+mesh @mesh [didx] = {RANKS}
+fusion @sums(%x: bf16[M, 4096] partial(didx)) -> (%y) {{
+  %y: bf16[M, 4096] = reshard %x
+}}
+"""
 NAN = float("nan")
 Tensors = Sequence[torch.Tensor | None]
 
@@ -324,6 +330,37 @@ def modes_take_turns(strategy: str, kernels: str) -> bool:
     return good
 
 
+def thousand_sums(calls: int = 1000) -> bool:
+    """Make all-reduces by two executors on two streams, with random delays: the bits are of a sum in rank order."""
+    program = hi.lower(hi.parse(SUMS), "sequential by low_latency")
+    executors, streams = (
+        [Executor(program, kernels="triton") for _ in range(2)],
+        [torch.cuda.Stream() for _ in range(2)],
+    )
+    torch.cuda.synchronize()
+    wrong = []
+    for call in range(calls):
+        drawn, generator = random.Random(call), torch.Generator("cuda").manual_seed(call)  # the same on all ranks
+        m = drawn.choice((1, 16, 64, 512))
+        with torch.cuda.stream(drawn.choice(streams)):
+            xs = [torch.randn(m, 4096, generator=generator, device="cuda").bfloat16() for _ in range(SIZE)]
+            if random.random() < 0.2:
+                torch.cuda._sleep(random.randrange(5_000_000))  # up to 2.5 ms, different on each rank
+            (y,) = drawn.choice(executors)(xs[RANK])
+            total = xs[0].float()
+            for x in xs[1:]:
+                total = total + x.float()
+            wrong.append((y != total.bfloat16()).any())
+    torch.cuda.synchronize()
+    failed = sum(map(bool, wrong))
+    good = everywhere(failed == 0)
+    if failed:
+        print(f"rank {RANK}: {failed} of {calls} sums have other bits", flush=True)
+    if RANK == 0:
+        print(f"{'ok    ' if good else 'FAILED'} {calls} sums by low_latency, with random delays", flush=True)
+    return good
+
+
 def memories(program: Program) -> list[symmetric.SharedMemory]:
     """Return the symmetric memory of a program, one for each of its sizes."""
     memory = joined().groups.memory
@@ -460,6 +497,8 @@ def main() -> None:
         chosen = [case for case in cases() if not wanted or any(case.name.startswith(name) for name in wanted)]
         results = [ran(case, kernels) for case in chosen for kernels in ("aten", "triton")]
         results += [sizes_take_turns() for _ in range(wanted.count("sizes") if wanted else 1)]
+        if not wanted or "sums" in wanted:
+            results.append(thousand_sums())
         if not wanted or "layers" in wanted:
             results += [layers_share_memory(strategy) for strategy in ("ring", "fused", "push")]
         if not wanted or "decoder" in wanted:

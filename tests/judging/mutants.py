@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from hostir.ir.comm_ops import Communication
+from hostir.ir.comm_ops import ONE_SHOT, AllReduce, Communication, ReduceScatter
 from hostir.ir.host_ops import (
     Allocate,
     AsPartial,
@@ -331,6 +331,15 @@ def team(place: Place) -> Iterator[Edit]:
     tensors = [v for v in s.named if isinstance(v.type, TensorType)]
     for over in tensors[0].tensor.mesh.axes:
         yield f"team of {s.keyword()}", f"over {over} in '{_line(s)}'", place.become(replace(s, over=over))
+
+
+@edit
+def implementation(place: Place) -> Iterator[Edit]:
+    """Let NCCL or another implementation run a sum."""
+    s = place.statement
+    if isinstance(s, (AllReduce, ReduceScatter)) and s.by:
+        for by in ("", ONE_SHOT):
+            yield "implementation", f"'{_line(s)}' by {by or 'NCCL'}", place.become(replace(s, by=by))
 
 
 # Other buffers ----------------------------------------------------------------------------------------------------

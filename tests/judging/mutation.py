@@ -7,6 +7,7 @@ different bits.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from examples import ag_matmul, edit_a_dump, mlp_block, patterns, row_parallel, 
 from hostir import knobs
 from hostir.check import check, check_structure
 from hostir.check.findings import Finding
+from hostir.ir.comm_ops import LOW_LATENCY
 from hostir.ir.program import Program, format_program, with_hosts
 from hostir.ir.source import HostIRError
 from hostir.lower import STRATEGIES, passes_of, run_passes
@@ -52,6 +54,7 @@ def originals() -> tuple[Program, ...]:
     """Return every pattern and example, lowered on tiny tensors, and hand-written one-sided programs."""
     programs = [*_lowered(), *_examples(), *(hi.parse(p.read_text(), p.name) for p in sorted(ONESIDED.glob("*.hir")))]
     programs += [hi.parse(reduce_scatter(form, *sizes)) for form in FORMS for sizes in ((2, 2), (3, 1), (4, 1))]
+    programs += sums()
     return tuple({p.digest: p for p in programs}.values())
 
 
@@ -72,6 +75,76 @@ def _lowered() -> Iterator[Program]:
     for form, ranks in SUMMED:
         for pattern in (patterns.row_parallel, patterns.all_reduce):
             yield run_passes(tiny(pattern, ranks, 1, M=2 * ranks).program(), [*EXPLICIT, form, *FINISH])
+
+
+@cache
+def sums() -> tuple[Program, ...]:
+    """Return programs of the strategy `chain`, and programs with sums by `low_latency`."""
+    chains = (
+        (patterns.row_parallel_scattered, ((2, 4), (3, 3), (4, 8))),
+        (patterns.row_parallel, ((2, 2), (3, 6))),
+        (patterns.mlp, ((2, 2),)),
+        (patterns.mlp_replicated, ((3, 3),)),
+    )
+    programs = [hi.lower(tiny(f, n, 1, M=m), "chain", 2) for f, sizes in chains for n, m in sizes]
+    alone = (patterns.row_parallel_scattered, patterns.row_parallel, patterns.all_reduce, patterns.mlp_replicated)
+    for pattern, ranks in itertools.product(alone, (2, 4)):
+        programs.append(hi.lower(tiny(pattern, ranks, 1, M=4), f"sequential by {LOW_LATENCY}"))
+    texts = [text.replace("RANKS", " ".join(map(str, range(n)))) for text in BY_LOW_LATENCY for n in (2, 3)]
+    return (*programs, *(hi.parse(text) for text in texts))
+
+
+BY_LOW_LATENCY = (  # slices on two streams, one buffer for the summands of all rounds, and what follows a sum
+    """hostir 1
+mesh @mesh [didx] = RANKS
+program @sums_on_two_streams(%x: f32[3, 4] partial(didx)) -> (%y) streams 2 {
+  %user = current_stream
+  %z: f32[3, 4] partial(didx) = allocate
+  %y: f32[3, 4] = allocate
+  for %s in 0..2 { set_stream %s   synchronize %user }
+  for %i in 0..3 {
+    set_stream %i % 2
+    %x_i = select %x[%i]
+    %z_i = select %z[%i]
+    %y_i = select %y[%i]
+    add %x_i, %x_i -> %z_i
+    %h = allreduce %z_i -> %y_i over didx by low_latency
+    wait %h
+  }
+  set_stream %user
+  for %s in 0..2 { synchronize %s }
+  free %z
+}
+""",
+    """hostir 1
+mesh @mesh [didx] = RANKS
+program @summands_in_one_buffer(%x: f32[3, 4] partial(didx)) -> (%y) {
+  %z: f32[4] partial(didx) = allocate
+  %y: f32[3, 4] = allocate
+  for %i in 0..3 {
+    %x_i = select %x[%i]
+    %y_i = select %y[%i]
+    add %x_i, %x_i -> %z
+    %h = allreduce %z -> %y_i over didx by low_latency
+    wait %h
+  }
+  free %z
+}
+""",
+    """hostir 1
+mesh @mesh [didx] = RANKS
+program @residual_and_norm(%x: f32[2, 4] partial(didx), %r: f32[2, 4], %w: f32[4]) -> (%normed, %added) {
+  %sum: f32[2, 4] = allocate
+  %added: f32[2, 4] = allocate
+  %normed: f32[2, 4] = allocate
+  %h = allreduce %x -> %sum over didx by low_latency
+  wait %h
+  add %sum, %r -> %added
+  free %sum
+  rms_norm %added eps 1e-06 times %w -> %normed
+}
+""",
+)
 
 
 def hierarchical() -> Iterator[Program]:

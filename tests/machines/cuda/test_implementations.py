@@ -125,10 +125,12 @@ class Kernels:
 class LowLatencyModel:
     """Models hostir's kernel for sums: it sends to one peer after another, and takes each part once all of it came.
 
-    It computes an epilogue at the end, from the values that its inputs have then.
+    It computes an epilogue at the end, from the values that its inputs have then. Three things can be left out: calls
+    use the halves of the slots in turn, a rank waits for each part, and it empties the slots.
     """
 
     epilogues = 0  # launches with an epilogue
+    halves, waits, empties = 2, True, True
 
     def __init__(
         self,
@@ -151,7 +153,7 @@ class LowLatencyModel:
         taken: dict[int, torch.Tensor] = {}
 
         def slot(at: int, source: int) -> torch.Tensor:
-            return self.slots[at][int(self.calls[0]) % 2, source, :size]
+            return self.slots[at][int(self.calls[0]) % self.halves, source, :size]
 
         def send(peer: int) -> None:
             assert not slot(peer, self.rank).any(), "the peer still needs what is in the slot"
@@ -159,7 +161,8 @@ class LowLatencyModel:
 
         def take(peer: int) -> None:
             taken[peer] = (~slot(self.rank, peer)).view(torch.float32)
-            slot(self.rank, peer).zero_()
+            if self.empties:
+                slot(self.rank, peer).zero_()
 
         def add_up() -> None:
             taken[self.rank] = parts[self.rank][:size]
@@ -175,7 +178,7 @@ class LowLatencyModel:
         for peer in others:
             gpu.add(partial(send, peer))
         for peer in others:
-            gpu.add(partial(take, peer), lambda peer=peer: bool(slot(self.rank, peer).all()))
+            gpu.add(partial(take, peer), lambda peer=peer: not self.waits or bool(slot(self.rank, peer).all()))
         gpu.add(add_up)
 
     def finish(self, total: torch.Tensor, rows: RowTensors) -> None:
@@ -250,6 +253,34 @@ def test_calls_that_follow_each_other_at_once_are_right_in_every_order(
     text: Program, seed: int, executors: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_calls(text, gpus, seed, monkeypatch, calls=4, executors=executors)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(("part", "value"), [("halves", 1), ("waits", False), ("empties", False)])
+def test_no_part_of_the_low_latency_protocol_can_be_left_out(
+    part: str, value: int, ranks: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LowLatencyModel, part, value)
+
+    def run_until_it_fails() -> None:
+        for seed in range(40):
+            check_calls(reduced("low_latency", ranks), gpus, seed, monkeypatch, calls=4)
+
+    with pytest.raises(AssertionError):
+        run_until_it_fails()
+
+
+def test_a_thousand_sums_have_the_bits_of_a_sum_in_the_order_of_ranks(
+    gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    xs = torch.randn(1000, 3, 6, 8) * 10.0 ** torch.randint(-3, 4, (1000, 3, 1, 1))
+    wanted = sum(xs.unbind(1), torch.zeros(()))
+    outs: dict[tuple[int, int], torch.Tensor] = {}
+    for rank, plan in enumerate(plans(gpus, reduced("low_latency", 3), [[x] for x in xs[0]], monkeypatch)):
+        gpus.current = Stream()
+        outs |= {(n, rank): plan.run([x])[0] for n, x in enumerate(xs[:, rank])}
+    gpus.run(Random())  # ranks are late by random times
+    assert all(torch.equal(out, wanted[n]) for (n, _), out in outs.items())
 
 
 SLICES = """%y: f32[4, 8, 8] = allocate

@@ -118,6 +118,17 @@ def test_executors_of_one_program_share_memory_and_are_right_in_every_order(
     check_calls(lowered(strategy, 2 + seed % 3), gpus, seed, monkeypatch, calls=6, executors=3)
 
 
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("executors", [1, 2])
+@pytest.mark.parametrize("pattern", [patterns.row_parallel_scattered, patterns.row_parallel], ids=lambda p: p.__name__)
+def test_chains_of_products_are_right_in_every_order(
+    pattern: Callable[..., hi.Fusion], executors: int, seed: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = 2 + seed % 3
+    program = hi.lower(pattern(ranks=ranks, S=1, M=4 * ranks, K=ranks, N=4), "chain", 1 + seed % 2)
+    check_calls(program, gpus, seed, monkeypatch, calls=4, executors=executors)
+
+
 WORKERS_ALONE = """hostir 1
 mesh @mesh [didx] = 0
 program @kept(%x: f32[8], %y: f32[8]) -> (%c) streams 1 {
