@@ -60,7 +60,8 @@ def ranked_by(calls: str, eager: float | None, graph: float | None, *, captured_
         calls: how calls are made, as in `hostir.choice.choose`. Calls are replays for `graph`. They are also replays
             for `out`, unless `captured_by_caller` is True.
         eager, graph: the two times of the candidate, as in `Timing`.
-        captured_by_caller: True if only the caller can capture the program in a CUDA graph, because executors do not.
+        captured_by_caller: True if only the caller captures calls of the program in a CUDA graph, because executors
+            cannot, or would gain nothing.
     """
     replayed = calls == "graph" or (calls == "out" and not captured_by_caller)
     return graph if replayed and graph is not None else eager

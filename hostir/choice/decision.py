@@ -24,7 +24,7 @@ from hostir.choice.choices import (
 )
 from hostir.choice.cost import CostTask, tasks_of
 from hostir.choice.platforms import ELSEWHERE, SIMULATED, Platform, platform_here, simulated
-from hostir.choice.simulation import EAGER, GRAPH, estimates
+from hostir.choice.simulation import EAGER, GRAPH, driver_calls, estimates
 from hostir.ir.program import Program, shares_memory, stated_hosts, uses_nccl, with_hosts
 from hostir.ir.sizes import binding
 from hostir.ir.source import (
@@ -41,6 +41,7 @@ from hostir.knobs import KERNELS, SYMMETRIC_LIMIT
 from hostir.lower import CALLS, HasProgram, lower
 from hostir.lower.pipeline import NOT_OVERLAPPED
 from hostir.lower.strategies import fusion_of
+from hostir.machines.cuda import FEW
 from hostir.plan.unroll import unroll
 
 LOG = logger(__name__)
@@ -370,15 +371,10 @@ def _estimate(
     by_kernels = [estimates(tasks, platform.hardware, name) for name in kernels]
     eager, graph = (round(min(times[mode] for times in by_kernels), 1) for mode in (EAGER, GRAPH))
     replays = platform.computes != "cpu" or platform.machine == SIMULATED
-    return _timing(candidate, program, eager, graph if replays else None, calls, symmetric)
-
-
-def _timing(
-    candidate: Candidate, program: Program, eager: float | None, graph: float | None, calls: str, symmetric: int
-) -> Timing:
-    us = ranked_by(calls, eager, graph, captured_by_caller=uses_nccl(program))
+    by_caller = uses_nccl(program) or driver_calls(tasks) <= FEW
+    us = ranked_by(calls, eager, graph if replays else None, captured_by_caller=by_caller)
     assert us is not None
-    return Timing(candidate, us, eager, graph, symmetric)
+    return Timing(candidate, us, eager, graph if replays else None, symmetric)
 
 
 def log_choice(choice: Choice) -> None:

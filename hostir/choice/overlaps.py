@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from hostir.machines.normed import NormedSum
 from hostir.plan.operations import ComputeOp, Op
 from hostir.plan.unrolled import UnrolledProgram
 
@@ -65,6 +66,15 @@ def overlap_clauses(unrolled: UnrolledProgram) -> tuple[str, ...]:
         overlapping[keyword] += bool(computations)
         parallel.setdefault(keyword, {}).update(dict.fromkeys(c.place.statement.keyword() for c in computations))
     return tuple(_clause(word, n, overlapping[word], [*parallel[word]]) for word, n in counts.items()) or (NOTHING,)
+
+
+def normed_clauses(unrolled: UnrolledProgram) -> tuple[str, ...]:
+    """Return one clause for each sum over ranks whose kernel also carries out what follows, if Triton computes that."""
+    clauses = []
+    for normed in NormedSum.of(unrolled):
+        *names, last = (op.place.statement.keyword() for op in (normed.collective, *normed.computations))
+        clauses.append(f"one kernel carries out its {', '.join(names)} and {last}")
+    return tuple(clauses)
 
 
 def _clause(keyword: str, count: int, overlapping: int, parallel: list[str]) -> str:

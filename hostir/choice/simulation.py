@@ -32,6 +32,7 @@ LEAST_PEAK = 0.81  # the share of the peak that is left however long a call comp
 LEFTOVER = 0.5  # the speed of a matmul on SMs that the last wave of another matmul leaves idle: both compete for L2
 IN_SUM = 0.5  # microseconds of a computation that the kernel of a sum over ranks carries out, with few bytes
 GRAPH, EAGER = "graph", "eager"
+HOST_ONLY = frozenset({"", "allocate", "stream", "view", "wait"})  # operations that issue nothing to the device
 
 
 def estimates(tasks: Sequence[CostTask], hardware: Hardware, kernels: str) -> Mapping[str, float]:
@@ -43,6 +44,15 @@ def estimates(tasks: Sequence[CostTask], hardware: Hardware, kernels: str) -> Ma
     device = Simulation(tasks, costs).run()
     graph, eager = (device + start(tasks, hardware, mode) for mode in (GRAPH, EAGER))
     return {GRAPH: graph, EAGER: max(eager, HostCosts(costs).call(tasks) - hardware.host_lead)}
+
+
+def driver_calls(tasks: Sequence[CostTask]) -> int:
+    """Return the number of operations that one rank issues to the device in a call, on the rank where it is largest."""
+    by_rank: dict[int, int] = {}
+    for task in tasks:
+        issued = sum(n for operation, n in task.launches.items() if operation not in HOST_ONLY)
+        by_rank[task.rank] = by_rank.get(task.rank, 0) + issued
+    return max(by_rank.values(), default=0)
 
 
 def collective_us(

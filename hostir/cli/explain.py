@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from hostir.choice.choices import Candidate, Choice, Timing
 from hostir.choice.decision import Decider, check_ranks, check_sizes
-from hostir.choice.overlaps import overlap_clauses
+from hostir.choice.overlaps import normed_clauses, overlap_clauses
 from hostir.choice.ranges import Range, Ranges, free_sizes
 from hostir.cli.auto import platform_of
 from hostir.cli.loading import load_named
@@ -138,7 +138,8 @@ def explain_command(program: Program, sizes: Mapping[str, int], options: Namespa
         return 0
     print(describe(choice))
     host = decider.program_of(choice.taken)
-    clauses = overlap_clauses(unroll(host, host.meshes[0].devices[0], sizes))
+    unrolled = unroll(host, host.meshes[0].devices[0], sizes)
+    clauses = overlap_clauses(unrolled) + (normed_clauses(unrolled) if choice.taken.kernels == "triton" else ())
     print("\n" + "\n".join(f"'{choice.taken}': {clause}" for clause in clauses))
     return 0
 

@@ -245,7 +245,7 @@ class Implemented(Collective):
         if self.x.tensor.dtype.name not in dtypes:
             raise self.fail(f"{phrase} of {self.x.tensor.dtype}", expected=" or ".join(dtypes), hint=BY_NCCL)
         if not self.units.divisible_by(1):
-            what = f"{self.units * UNIT} bytes on each rank"
+            what = f"{self.units * UNIT} bytes on each rank, which {UNIT} does not divide"
             raise self.fail(f"{phrase} of {what}", expected=f"a multiple of {UNIT} bytes", hint=BY_NCCL)
 
 

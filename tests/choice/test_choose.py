@@ -19,7 +19,7 @@ from hostir.choice.cache import Entry
 from hostir.choice.candidates import Candidates, candidates_of
 from hostir.choice.choices import Candidate, Choice, Impossible, Timing, ranked_by
 from hostir.choice.decision import UNMEASURED, choose, decide, estimated
-from hostir.choice.hardware import CPU, H200
+from hostir.choice.hardware import CPU, H100, H200
 from hostir.choice.platforms import FOR_TESTING, Platform, reference
 from hostir.ir import source as notices
 from hostir.ir.program import Program
@@ -90,6 +90,16 @@ def test_measurements_decide_before_estimates() -> None:
 def test_the_mode_of_calls_selects_the_times_that_are_compared(calls: str, taken: str) -> None:
     tuned(rows(8192), GPUS, {"sequential, cublas": (100.0, 90.0), "fused, triton": (300.0, 95.0)})
     assert decide(rows(8192).program(), GPUS, {}, calls=calls).strategy == taken
+
+
+def test_calls_with_few_driver_calls_are_estimated_without_a_graph() -> None:
+    fusion = patterns.row_parallel(ranks=2, S=1, M=16, K=8192, N=8192, dtype="bf16")
+    choice = decide(fusion.program(), reference(H100, 2), {}, calls="out")
+    times = {timing.candidate.strategy: timing for timing in choice.timings}
+    few, many = times["sequential by low_latency"], times["push"]
+    assert few.us == few.eager != few.graph
+    assert many.us == many.graph
+    assert choice.strategy == "sequential by low_latency"
 
 
 def test_a_program_without_a_replay_is_ranked_by_its_eager_time() -> None:

@@ -6,8 +6,9 @@ import pytest
 
 import hostir as hi
 from examples import patterns
-from hostir.choice.overlaps import NOTHING, overlap_clauses
+from hostir.choice.overlaps import NOTHING, normed_clauses, overlap_clauses
 from hostir.plan.unroll import unroll
+from hostir.torch.ops.residual_norm import norm_fusion
 
 HEAD = "hostir 1\nmesh @mesh [didx] = 0 1\nprogram @p(%a: f32[8@didx, 4], %x: f32[8, 8]) -> (%f, %y)"
 GATHER = "%f: f32[8, 4] = allocate\n  %h = allgather %a -> %f over didx\n"
@@ -35,6 +36,15 @@ def by_hand(*body: str) -> tuple[str, ...]:
 def test_each_strategy_names_the_communications_that_it_overlaps(strategy: str, clause: str) -> None:
     program = hi.lower(patterns.allgather_matmul(), strategy)
     assert [clauses(program, rank) for rank in range(4)] == [(clause,)] * 4
+
+
+def test_a_clause_names_what_the_kernel_of_a_sum_carries_out() -> None:
+    for quantized, last in ((False, "add and rms_norm"), (True, "add, rms_norm, row_scales and quantize")):
+        fusion = norm_fusion(2, "bf16", 64, 1e-6, True, False, quantized)
+        program = hi.lower(fusion, "sequential by low_latency")
+        clause = f"one kernel carries out its allreduce, {last}"
+        assert normed_clauses(unroll(program, 0, {"M": 4})) == (clause,)
+        assert normed_clauses(unroll(hi.lower(fusion, "sequential"), 0, {"M": 4})) == ()
 
 
 def test_one_worker_stream_overlaps_nothing() -> None:

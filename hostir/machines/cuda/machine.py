@@ -29,6 +29,7 @@ from hostir.kernels.repeats import Kernel
 from hostir.kernels.table import kernels_for
 from hostir.knobs import NATIVE, PROFILE
 from hostir.machines.binding import MAX_PLANS, Step
+from hostir.machines.cuda import FEW
 from hostir.machines.cuda.binder import CudaBinder
 from hostir.machines.cuda.context import PlanContext
 from hostir.machines.cuda.cublas import CublasStreams
@@ -49,8 +50,6 @@ from hostir.plan.operations import (
 )
 from hostir.plan.unroll import message_teams_of
 from hostir.plan.unrolled import UnrolledProgram
-
-FEW = 4  # driver calls that are not worth a graph: on an H100, a replay begins about 3 us later
 
 
 class CudaMachine:
