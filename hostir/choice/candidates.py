@@ -111,7 +111,7 @@ def _lowered(
             program = lower_unproved(fusion, strategy, streams)
         except HostIRError as refusal:
             program = refusal
-        if isinstance(program, Program):
+        if isinstance(program, Program) and strategy not in ACROSS_HOSTS:  # there the number is one of slices
             streams = max(program.streams, 1)
         for family in _kernel_families(fusion, platform, kernels):
             yield Candidate(strategy, streams, family), program

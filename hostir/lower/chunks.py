@@ -18,6 +18,9 @@ from hostir.lower.scatters import add_view, epilogue
 from hostir.lower.slices import SlicePlace, operand_places
 from hostir.lower.transfers import COPY_STREAM, SIGNAL_STREAM, Transfers
 
+# More worker streams, if an allreduce between hosts completes the sums: of this allreduce, and of the sums.
+BETWEEN, LOCAL = Lit(2), Lit(3)
+
 
 class Chunks:
     """Builds an allreduce in chunks of rows.
@@ -25,6 +28,9 @@ class Chunks:
     The product of a chunk has a block of rows for each rank, and sets a flag when it has computed a block. Copy engines
     then send the block to its rank, while the product of the next chunk runs. After that product, each rank sums up its
     block of the earlier chunk, and gets the sums of the other blocks from the other ranks.
+
+    If the ranks are on several hosts, sums run on a stream of their own. It waits for the copies, and the products of
+    later chunks need not. A sum is then sent to other hosts as early as possible.
 
     Args:
         count: the number of chunks.
@@ -47,8 +53,8 @@ class Chunks:
         axis = rows_axis(s)
         assert axis is not None
         self.axis = axis
-        self.gathering = SIGNAL_STREAM if streams > 1 else COPY_STREAM
-        self.workers = 1 + (streams > 1)
+        self.gathering = SIGNAL_STREAM if streams > 1 or hosts else COPY_STREAM
+        self.workers = 4 if hosts else 1 + (streams > 1)
         part = host.destination(product.out) if product else host.values[s.x.name]
         self.team = host.team(s, part)
         # An epilogue can follow only a complete sum.
@@ -70,7 +76,7 @@ class Chunks:
         if begin or self.product is None:  # else copies wait for the flags of the product
             self.sent.fork()
             host.body += [*begin, SetStream(host.user)]
-        if self.product is None:
+        if self.product is None or self.hosts:
             host.body += [self.each(index, self.count, [*self.send(index), *self.add_up(index)]), SetStream(host.user)]
         else:
             last, previous = Lit(self.count), Bin("-", index, Lit(1))
@@ -122,20 +128,23 @@ class Chunks:
         index = host.index("i")
         peer = team.peer(Bin("+", index, Lit(1)))
         others = team.ranks - 1
-        before: list[Statement] = []
-        if self.product is None:  # while bytes travel, no SM is held
+        before: list[Statement] = [SetStream(LOCAL), Synchronize(host.user)] if self.hosts else []
+        if self.product is None:
             slot = add_view(Select(sent, self.named("slot"), team.rank, span=s.span), views)
-            waits = self.each(index, others, [WaitSignal(self.sent.flags, peer, _epoch(chunk), span=s.span)])
-            before = [self.sent.put(mine, slot, team.rank), waits]
+            before.append(self.sent.put(mine, slot, team.rank))
         else:
             total = replace(total, ready=self.sent.flags, epoch=_epoch(chunk), first=team.rank, own=mine)
+        if self.product is None or self.hosts:  # while bytes travel, no SM is held
+            arrived = WaitSignal(self.sent.flags, peer, _epoch(chunk), span=s.span)
+            before.append(self.each(index, others, [arrived]))
         turn: list[ViewStatement] = []
         theirs = self.rows(out, peer, turn)
         wait = WaitSignal(self.summed, peer, _epoch(chunk), span=s.span)
         return [
             *(*views, *before),
             replace(total, note="of the rows that this rank sums up"),
-            *(SetStream(self.gathering), Synchronize(host.user), *self.completed(sums)),
+            *self.completed(sums),
+            *(SetStream(self.gathering), Synchronize(BETWEEN if self.hosts else host.user)),
             self.each(index, others, [Signal(self.summed, team.rank, _epoch(chunk), peer, team.over, span=s.span)]),
             self.each(index, others, [*turn, wait, self.sums.get(sums, theirs, peer)]),
             *([] if self.hosts else [SetStream(host.user)]),
@@ -144,14 +153,14 @@ class Chunks:
         ]
 
     def completed(self, sums: Value) -> list[Statement]:
-        """Return the allreduce between hosts of the sums of a chunk, on the stream that gathers, if any."""
+        """Return the allreduce between hosts of the sums of a chunk, if any, on a stream of its own."""
         if not self.hosts:
             return []
         s, views = self.reduce, list[ViewStatement]()
         addend = add_view(AsPartial(sums, self.named("addend"), self.hosts, span=s.span), views)
         handle = Value(self.host.names.fresh(f"{s.out.name}_ready"), Kind.HANDLE, s.span)
         reduce = AllReduce(addend, sums, over=self.hosts, handle=handle, span=s.span, note="between hosts")
-        return [*views, reduce, Wait(handle, span=s.span)]
+        return [SetStream(BETWEEN), Synchronize(LOCAL), *views, reduce, Wait(handle, span=s.span)]
 
     def buffer(self, name: str, share: TensorType, *lead: int) -> Value:
         """Return a new value for a symmetric buffer. Its type is `share` with leading axes of the extents `lead`.

@@ -5,9 +5,13 @@ of rows. While one slice goes between hosts, the slice before goes inside the ho
 are complete. Only ranks of one host access each other's memory.
 
 In an all-gather, a slice goes between hosts first. Each rank then puts what it has received to the ranks of its host.
-In a reduce-scatter, each rank first puts the products of a slice to the ranks of its host. They add them up, and the
-sums go between hosts. A rank computes on the rows of its host first, because no NIC has to bring them. An all-reduce
+A rank computes on the rows of its host first, because no NIC has to bring them. In a reduce-scatter, each rank first
+puts the products of a slice to the ranks of its host. They add them up, and the sums go between hosts. If no NIC brings
+rows, a rank computes slice by slice, each for all hosts, so that the sums of the first slice leave early. An all-reduce
 runs in chunks (`hostir/lower/chunks.py`).
+
+Each resource has a worker stream: the NIC, the links of the host in each direction of rows, and the SMs for copies
+within a rank and for sums. So no transfer waits until a matmul leaves SMs for the copy or the sum before.
 
 Collectives in two levels are known from NCCL and Horovod. There, each level is one call, and computations wait for the
 complete result.
@@ -18,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from hostir.ir.comm_ops import AllGather, Collective
+from hostir.ir.comm_ops import AllReduce, Collective
 from hostir.ir.host_ops import Allocate, AsPartial, Chunk, For, Select, SetStream, Synchronize, Wait
 from hostir.ir.op import Bin, Expr, Lit, Statement, Value
 from hostir.ir.program import Program
@@ -35,9 +39,10 @@ from hostir.lower.slices import schedule
 from hostir.lower.transfers import Blocks, Transfers
 from hostir.lower.turns import Moves, Pair, Reduced, SplitAxes, TurnGroup
 
-# The worker streams of collectives between hosts, and of copies inside a host. If a host has one rank of each team,
-# there is a worker stream for each slice instead.
-BETWEEN, INSIDE = Lit(0), Lit(1)
+# The worker streams of collectives between hosts, of copies within a rank and sums, and of copies to the ranks of this
+# host: of gathered rows, and of products. If a host has one rank of each team, there is a worker stream for each slice
+# instead.
+BETWEEN, LOCAL, INSIDE, PRODUCTS = map(Lit, range(4))
 
 
 @dataclass(frozen=True)
@@ -71,20 +76,17 @@ class Hierarchical(Pass):
 def ordered(steps: Iterable[object]) -> set[tuple[str, str]]:
     """Return the teams inside hosts that need no barrier between two calls, because flags order the calls.
 
-    A team is a pair: the name of the mesh, and the name of the mesh axis. It needs a barrier if its first collective of
-    a call gathers rows, and no sum follows: then a rank may put rows of the next call where a peer still reads. After a
-    sum, a rank knows that its peers have sent what they computed from all gathered rows. And if a sum comes first, its
-    slots of the call before have been read before its peers have sent their last rows.
+    A team is a pair: the name of the mesh, and the name of the mesh axis. A rank may put rows of the next call when its
+    peers have read the rows of this call. It knows that they have if it has waited for what they sent after that: in an
+    all-reduce, in another group, or in sums of what they have computed from gathered rows.
     """
-    begins: dict[tuple[str, str], bool] = {}  # by team: True if its first collective gathers
-    ends: dict[tuple[str, str], bool] = {}  # by team: True if its last collective sums up
-    for step in steps:
+    uses: dict[tuple[str, str], set[tuple[int, type]]] = {}  # by team: the steps with its collectives, and their types
+    for number, step in enumerate(steps):
         inside: list[Collective] = [step.reduce] if isinstance(step, Reduced) else []
         inside += [pair.inside for pair in step.pairs if pair.inside] if isinstance(step, TurnGroup) else []
         for s in inside:
-            begins.setdefault((s.mesh.name, s.over), isinstance(s, AllGather))
-            ends[s.mesh.name, s.over] = not isinstance(s, AllGather)
-    return {team for team, gathers in begins.items() if ends[team] or not gathers}
+            uses.setdefault((s.mesh.name, s.over), set()).add((number, type(s)))
+    return {team for team, each in uses.items() if len(each) > 1 or any(cls is AllReduce for _, cls in each)}
 
 
 class HostTurns:
@@ -102,6 +104,9 @@ class HostTurns:
         self.ranks = None if pair.inside is None else host.team(pair.inside, like)
         self.slices = pair.places.slices.count.value or 1
         self.computations = [s for s in group.statements if isinstance(s, TensorOp)]
+        # True if the rows of this host are put and computed on slice by slice, not rank by rank. Sums need slices. And
+        # if there are few ranks, the first rows come sooner.
+        self.own_slices = self.ranks is not None and (bool(group.scatters) or self.ranks.ranks < self.slices)
         results = {result_of(s).name for s in group.statements}
         apart = [pair.x for pair in group.scatters if pair.inside is None and not host.used_outside(pair.x, results)]
         # Products that are computed where a collective between hosts reads them.
@@ -120,7 +125,12 @@ class HostTurns:
     @property
     def workers(self) -> int:
         """The number of worker streams."""
-        return self.slices if self.ranks is None else 2
+        return self.slices if self.ranks is None else 3 + (self.gathered is not None and bool(self.summed))
+
+    @property
+    def sending(self) -> Expr:
+        """The worker stream of copies of products."""
+        return PRODUCTS if self.gathered else INSIDE
 
     def worker(self, slice: Expr) -> Expr:
         """Return the worker stream of the collectives between hosts that move a slice."""
@@ -134,18 +144,19 @@ class HostTurns:
             body.append(For(worker.value, Size(self.workers), (SetStream(worker), Synchronize(host.user))))
             body += [*self.gathered.own_copies(), *self.gathered.copies()] if self.gathered else []
             body.append(SetStream(host.user))
-        own = self.ranks is not None
+        own = self.ranks is not None and self.gathered is not None  # this host's rows come first
         if own:
             body += self.own_turns()
         other = host.index("o")
-        turns = self.turn(self.hosts.peer(Bin("+", other, Lit(1)) if own else other), slice, "o", other)
+        later = self.ranks is not None  # begin with the next host
+        turns = self.turn(self.hosts.peer(Bin("+", other, Lit(1)) if later else other), slice, "o", other)
         each: list[Statement] = [For(other.value, Size(self.hosts.ranks - own), tuple(turns))]
         if self.gathered and not own:
             each.insert(0, Synchronize(self.worker(slice)))
         for summed in self.summed:
             each += summed.between(slice)
         body.append(For(slice.value, Size(self.slices), tuple(each)))
-        if own or self.summed:  # else each slice has waited for its stream
+        if later or self.summed:  # else each slice has waited for its stream
             body.append(For(worker.value, Size(self.workers), (Synchronize(worker),)))
         return self.workers
 
@@ -157,10 +168,9 @@ class HostTurns:
     def own_turns(self) -> list[Statement]:
         """Return the statements for the rows of this host, which need no other host.
 
-        There is one turn for each rank of the host, in the order in which their rows arrive. But if sums go between
-        hosts slice by slice, there is one turn for each slice.
+        There is one turn for each slice, or one for each rank of the host, in the order in which their rows arrive.
         """
-        if self.summed:
+        if self.own_slices:
             slice = self.host.index("s")
             return [For(slice.value, Size(self.slices), tuple(self.turn(self.hosts.rank, slice, "own")))]
         assert self.ranks is not None
@@ -276,7 +286,8 @@ class GatheredRows:
     """Builds the copies of an all-gather.
 
     The rows of other hosts arrive in `crossed`, slice by slice. If a host has several ranks, each of them puts its
-    rows, and the rows that have crossed, to the buffer `shared` of all ranks of its host.
+    rows, and the rows that have crossed, to the buffer `shared` of all ranks of its host, to its own one on the stream
+    LOCAL.
     """
 
     def __init__(self, turns: HostTurns, pair: Pair) -> None:
@@ -293,34 +304,39 @@ class GatheredRows:
         self.transfers: Transfers | None = None
         if pair.inside is not None:
             shared = turns.value(f"{pair.out.name}_shared", x, pair.levels)
-            count = (turns.slices * (turns.hosts.ranks - 1) + 1) * s.mesh.size(pair.inside.over)
+            count = turns.slices * turns.hosts.ranks * s.mesh.size(pair.inside.over)
             self.transfers = Transfers(host, pair.inside, shared, flags=Size(count))
         inside = {result_of(each).name for each in turns.group.statements[len(pair.statements) :]}
         self.kept = host.destination(pair.out) if host.used_outside(pair.out, inside) else None
 
-    def flag(self, rank: Expr, slice: Expr | None, other: Expr) -> Expr:
+    def flag(self, rank: Expr, slice: Expr | None, other: Expr | None) -> Expr:
         """Return the index of the flag for rows that a rank of this host puts.
 
         Args:
             rank: the position of the rank in its host.
-            slice: the index of the slice; None for the rows of this host, which are put as one block.
-            other: the number of the other host, counted from the host after this one.
+            slice: the index of the slice; None for all slices.
+            other: the number of the other host, counted from the host after this one; None for the rows of this host.
         """
         if slice is None or self.turns.ranks is None:
             return rank
-        number = Bin("+", Bin("*", slice, Lit(self.turns.hosts.ranks - 1)), other)
-        return Bin("+", Bin("*", Bin("+", number, Lit(1)), Lit(self.turns.ranks.ranks)), rank)
+        number: Expr = Bin("*", slice, Lit(self.turns.hosts.ranks))
+        if other is not None:
+            number = Bin("+", Bin("+", number, other), Lit(1))
+        return Bin("+", Bin("*", number, Lit(self.turns.ranks.ranks)), rank)
 
     def own_copies(self) -> list[Statement]:
         """Return the copies of this rank's rows to the ranks of its host; empty if it is alone there."""
         if self.transfers is None:
             return []
-        shared, s = self.transfers.buffer, self.pair.between
-        place = Value(self.turns.host.names.fresh("place"), self.x.tensor, s.span)
-        return [
-            *(SetStream(INSIDE), Shard(shared, place, span=s.span)),
-            self.inside(self.x, place, None, Lit(0)),
-        ]
+        turns, s, each = self.turns, self.pair.between, list[Statement]()
+        place = Value(turns.host.names.fresh("place"), self.x.tensor, s.span)
+        shard = Shard(self.transfers.buffer, place, span=s.span)
+        if not turns.own_slices:
+            return [shard, *self.inside(self.x, place, None, None)]
+        slice = turns.host.index("s")
+        mine, there = (turns.at(x, slice, each, self.at_slices + 1) for x in (self.x, place))
+        each += self.inside(mine, there, slice, None)
+        return [shard, For(slice.value, Size(turns.slices), tuple(each), span=s.span)]
 
     def copies(self) -> list[Statement]:
         """Return the loop over slices that sends rows between hosts, and passes on what has come from other hosts."""
@@ -331,7 +347,8 @@ class GatheredRows:
         handle = Value(turns.host.names.fresh(f"{self.pair.out.name}_ready"), Kind.HANDLE, s.span)
         body += [replace(s, x=mine, out=crossed, handle=handle, note="between hosts"), Wait(handle, span=s.span)]
         if self.transfers is not None:
-            body += [SetStream(INSIDE), Synchronize(BETWEEN), self.pass_on(crossed, slice)]
+            body += [stream for each in (INSIDE, LOCAL) for stream in (SetStream(each), Synchronize(BETWEEN))]
+            body.append(self.pass_on(crossed, slice))
         return [For(slice.value, Size(turns.slices), tuple(body), span=s.span)]
 
     def pass_on(self, crossed: Value, slice: Expr) -> For:
@@ -345,18 +362,21 @@ class GatheredRows:
         ranks = self.pair.sharded(shared.tensor.axes, hosts=False)
         place = Value(turns.host.names.fresh("place"), shared.tensor.with_axes(ranks), span)
         each.append(Shard(shared, place, span=span))
-        each.append(self.inside(rows, turns.at(place, slice, each, 1), slice, other))
+        each += self.inside(rows, turns.at(place, slice, each, 1), slice, other)
         return For(other.value, Size(turns.hosts.ranks - 1), tuple(each), span=span)
 
-    def inside(self, rows: Value, place: Value, slice: Expr | None, other: Expr) -> For:
-        """Return the loop that puts some rows to all ranks of this host, first to this rank."""
+    def inside(self, rows: Value, place: Value, slice: Expr | None, other: Expr | None) -> list[Statement]:
+        """Return the statements that put some rows to all ranks of this host."""
         ranks, transfers = self.turns.ranks, self.transfers
         assert ranks is not None
         assert transfers is not None
         index = self.turns.host.index("i")
         blocks = Blocks(rows, place, (), self.flag(ranks.rank, slice, other))
-        copies = transfers.put_and_signal(blocks, ranks.peer(index), "inside the host")
-        return For(index.value, Size(ranks.ranks), copies, span=rows.span)
+        copies = transfers.put_and_signal(blocks, ranks.peer(Bin("+", index, Lit(1))), "inside the host")
+        return [
+            *(SetStream(INSIDE), For(index.value, Size(ranks.ranks - 1), copies, span=rows.span)),
+            *(SetStream(LOCAL), *transfers.put_and_signal(blocks, ranks.rank, "to this rank itself")),
+        ]
 
     def arrive(self, turn: Turn, other: Expr | None) -> None:
         """Append the waits for the rows of a turn, and make them the operand of its computations.
@@ -370,8 +390,8 @@ class GatheredRows:
             turn.slices[pair.out.name] = turns.at(slice, turn.of_host, body, name=f"{pair.out.name}_{turn.suffix}")
         else:
             assert turns.ranks is not None
-            index, slice_or_none = turns.host.index("i"), None if other is None else turn.slice
-            wait = self.transfers.wait(self.flag(turn.rank or index, slice_or_none, other or Lit(0)))
+            index = turns.host.index("i")
+            wait = self.transfers.wait(self.flag(turn.rank or index, turn.slice, other))
             for_each = For(index.value, Size(turns.ranks.ranks), (wait,), span=pair.between.span)
             body.append(for_each if turn.rank is None else wait)
             turn.slices[pair.out.name] = turn.rows(self.transfers.buffer, pair)
@@ -385,7 +405,8 @@ class SummedRows:
     """Builds the copies and sums of a reduce-scatter.
 
     If a host has several ranks, a rank puts the rows of each of them to that rank's buffer `sent`, where each sender
-    has a slot. Each rank adds up its slots. The sums of a slice, one for each host, then go between hosts.
+    has a slot. When a slice is complete, each rank adds up its slots in one sum. The sums, one for each host, then go
+    between hosts.
     """
 
     def __init__(self, turns: HostTurns, pair: Pair) -> None:
@@ -402,15 +423,16 @@ class SummedRows:
             self.sums = replace(self.sums, type=replace(self.sums.tensor, partial=pair.x.tensor.partial))
         else:
             ranks = s.mesh.size(pair.inside.over)
-            sent = turns.value(f"{pair.out.name}_sent", like, (slices, hosts, Axis.of(ranks), *room))
+            sent = turns.value(f"{pair.out.name}_sent", like, (slices, Axis.of(ranks), hosts, *room))
             self.transfers = Transfers(host, pair.inside, sent, flags=Size(turns.slices * turns.hosts.ranks * ranks))
         host.body.append(Allocate(self.sums, span=s.span))
         self.out = turns.in_levels(host.destination(pair.out), pair, pair.sharded(pair.levels, hosts=True))
 
-    def of_turn(self, buffer: Value, turn: Turn) -> Value:
-        """Append the views of the part of a buffer that belongs to a turn; return the result."""
+    def of_turn(self, buffer: Value, turn: Turn, sender: Expr | None = None) -> Value:
+        """Append the views of the part of a buffer that belongs to a turn, and to a sender, if any; return the part."""
         assert turn.slice is not None
         part = self.turns.at(buffer, turn.slice, turn.body)
+        part = part if sender is None else self.turns.at(part, sender, turn.body, name="slot")
         return self.turns.at(part, turn.of_host, turn.body, name=f"{buffer.name}_{turn.suffix}")
 
     def expect(self, turn: Turn) -> None:
@@ -419,44 +441,63 @@ class SummedRows:
             turn.slices[self.pair.x.name] = self.of_turn(self.sums, turn)
 
     def inside(self, turn: Turn) -> None:
-        """Append the copies of the products of a turn to the ranks of this host, and the sum of what they have sent."""
+        """Append the copies of the products of a turn to the ranks of this host."""
         turns, x = self.turns, self.pair.x
         product = turn.slices.get(x.name) or turn.slice_of(turns.host.values[x.name], x)[0]
         if self.transfers is None:
             if x.name not in turns.direct:
                 turn.body.append(DenseCopy(out=self.of_turn(self.sums, turn), x=product, span=x.span))
             return
-        ranks, transfers, index, each = turns.ranks, self.transfers, turns.host.index("i"), list[Statement]()
+        ranks, transfers, index = turns.ranks, self.transfers, turns.host.index("i")
         at_ranks = self.pair.split.ranks_in_turn
         assert ranks is not None
         assert at_ranks is not None
-        turn.body += [SetStream(INSIDE), *([Synchronize(turns.host.user)] if turns.computations else [])]
-        sums, sent = self.of_turn(self.sums, turn), self.of_turn(transfers.buffer, turn)
-        slot = turns.at(sent, ranks.rank, turn.body, name="slot")
-        count, to = Size(ranks.ranks), ranks.peer(index)
-        name = Value(turns.host.names.fresh(f"{x.name}_block"), x.type, x.span)
-        block = turns.view(Chunk(product, name, to, count, at_ranks, span=x.span), each)
-        each += transfers.put_and_signal(Blocks(block, slot, (), self.flag(turn, ranks.rank)), to, "inside the host")
-        wait = transfers.wait(self.flag(turn, index))
+        peer = ranks.peer(Bin("+", index, Lit(1)))
+        slot = self.of_turn(transfers.buffer, turn, ranks.rank)
+
+        def block(rank: Expr, body: list[Statement]) -> Value:
+            name = Value(turns.host.names.fresh(f"{x.name}_block"), x.type, x.span)
+            return turns.view(Chunk(product, name, rank, Size(ranks.ranks), at_ranks, span=x.span), body)
+
+        own = block(ranks.rank, turn.body)
+        each = list[Statement]()
+        blocks = Blocks(block(peer, each), slot, (), self.flag(turn.slice, turn.of_host, ranks.rank))
+        each += transfers.put_and_signal(blocks, peer, "inside the host")
         turn.body += [
-            For(index.value, count, tuple(each), span=x.span),
-            For(index.value, count, (wait,), span=x.span),
-            Sum(sums, sent, 0, span=x.span, note="of the ranks of this host"),
+            *(SetStream(turns.sending), *([Synchronize(turns.host.user)] if turns.computations else [])),
+            For(index.value, Size(ranks.ranks - 1), tuple(each), span=x.span),
             SetStream(turns.host.user),
+            transfers.put(own, slot, ranks.rank, note="to this rank itself"),
         ]
 
-    def flag(self, turn: Turn, rank: Expr) -> Expr:
-        """Return the index of the flag for the rows of a turn that a rank of this host puts."""
-        assert turn.slice is not None
+    def flag(self, slice: Expr | None, of_host: Expr, rank: Expr) -> Expr:
+        """Return the index of the flag for the rows of a host in a slice that a rank of this host puts."""
+        assert slice is not None
         assert self.turns.ranks is not None
-        number = Bin("+", Bin("*", turn.slice, Lit(self.turns.hosts.ranks)), turn.of_host)
+        number = Bin("+", Bin("*", slice, Lit(self.turns.hosts.ranks)), of_host)
         return Bin("+", Bin("*", number, Lit(self.turns.ranks.ranks)), rank)
 
+    def add_up(self, slice: Expr) -> list[Statement]:
+        """Return the statements that wait for what the ranks of this host have sent for a slice, and add it up."""
+        turns, transfers, span, body = self.turns, self.transfers, self.pair.x.span, list[Statement]()
+        if transfers is None or turns.ranks is None:
+            return []
+        of_host, index = turns.host.index("h"), turns.host.index("i")
+        wait = transfers.wait(self.flag(slice, of_host, turns.ranks.peer(Bin("+", index, Lit(1)))))
+        waits = For(index.value, Size(turns.ranks.ranks - 1), (wait,), span=span)
+        sums, sent = (turns.at(x, slice, body) for x in (self.sums, transfers.buffer))
+        return [
+            *(SetStream(LOCAL), Synchronize(turns.host.user)),
+            For(of_host.value, Size(turns.hosts.ranks), (waits,), span=span),
+            *body,
+            Sum(sums, sent, 0, span=span, note="of the ranks of this host"),
+        ]
+
     def between(self, slice: Expr) -> list[Statement]:
-        """Return the statements that send the sums of a slice between hosts."""
-        turns, s, body = self.turns, self.pair.between, list[Statement]()
+        """Return the statements that add up a slice inside the host, and send the sums between hosts."""
+        turns, s, body = self.turns, self.pair.between, self.add_up(slice)
         alone = self.transfers is None
-        body += [SetStream(turns.worker(slice)), Synchronize(turns.host.user if alone else INSIDE)]
+        body += [SetStream(turns.worker(slice)), Synchronize(turns.host.user if alone else LOCAL)]
         sums, out = turns.at(self.sums, slice, body), turns.at(self.out, slice, body, self.at_slices + 1)
         if not alone:
             name = Value(turns.host.names.fresh("addend"), sums.type, s.span)

@@ -16,7 +16,7 @@ from hostir.choice.decision import choose, with_hosts_of
 from hostir.choice.hardware import H200, Hardware
 from hostir.choice.platforms import Platform, planned, reference
 from hostir.choice.simulation import Costs
-from hostir.ir.program import Program, shared_across, stated_hosts
+from hostir.ir.program import Program, shared_across, stated_hosts, with_hosts
 from hostir.ir.source import HostIRError
 from hostir.job.hosts import equal_hosts
 
@@ -201,6 +201,15 @@ def test_the_choice_for_several_hosts_has_no_shared_memory() -> None:
     assert not any(shared_across(program, platform.hosts) for program in candidates.programs.values())
     refused = {it.candidate.strategy: it.reason for it in candidates.impossible}
     assert "stay within one host" in refused["ring"]
+
+
+def test_each_number_of_slices_is_a_candidate_and_is_lowered_again_to_the_same_program() -> None:
+    fusion = with_hosts(patterns.row_parallel(4, M=8192, K=4096, N=4096, dtype="bf16").program(), 2)
+    programs = candidates_of(fusion, reference(H200, 4, 2), "cublas").programs
+    slices = {c.streams: program for c, program in programs.items() if c.strategy == "hierarchical"}
+    assert [*slices] == [2, 4, 8]
+    for streams, program in slices.items():
+        assert hi.lower(fusion, "hierarchical", streams).body == program.body
 
 
 def test_the_command_line_plans_for_several_hosts(capsys: pytest.CaptureFixture[str]) -> None:
