@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
+from hostir.choice.one_rank import unroll_for_all
 from hostir.ir.comm_ops import LOW_LATENCY, ONE_SHOT, TWO_SHOT
 from hostir.ir.machine import Done, Ready, uncollected
 from hostir.ir.program import Program
@@ -199,7 +200,8 @@ FlagKey = tuple[int, Any, int]  # (rank, symmetric buffer, element)
 class Shared:
     """State that the ranks share while their tasks are built: flags, waits for flags, and tasks that begin together."""
 
-    flags: dict[FlagKey, list[tuple[int, CostTask]]] = field(default_factory=dict)  # (epoch, signal)
+    # (epoch, signal, True if the rank of the flag itself sends it)
+    flags: dict[FlagKey, list[tuple[int, CostTask, bool]]] = field(default_factory=dict)
     waits: list[tuple[CostTask, int | None, FlagKey, int]] = field(default_factory=list)  # (task, block, flag, epoch)
     meetings: dict[tuple[Any, ...], list[CostTask]] = field(default_factory=dict)
     hosts: Sequence[Sequence[int]] = ()  # the ranks of each host; empty if all ranks share a host
@@ -428,7 +430,7 @@ class RankTasks:
             flag = CostTask(task.rank, Pause(sender="block"))
             self.tasks.append(flag)
             task.raises.append(flag)
-            self.shared.flags.setdefault(self.registers.flag(done.flags, slot), []).append((done.epoch, flag))
+            self.shared.flags.setdefault(self.registers.flag(done.flags, slot), []).append((done.epoch, flag, True))
 
     def collective(self, op: CollectiveOp) -> None:
         name = f"{op.communication} by {op.by}" if op.by else op.communication
@@ -499,7 +501,8 @@ class RankTasks:
             task = self.issue(op.stream, Pause(sender="copies"))
         else:
             task = self.issue(op.stream, Pause(sender="stream"), launch="signal")
-        self.shared.flags.setdefault(self.registers.flag(op.flags, op.slot), []).append((op.epoch, task))
+        own = op.peer == self.unrolled.rank
+        self.shared.flags.setdefault(self.registers.flag(op.flags, op.slot), []).append((op.epoch, task, own))
 
     def wait_signal(self, op: WaitSignalOp) -> None:
         task = self.issue(op.stream, Nothing(), launch="signal")
@@ -535,6 +538,29 @@ TASKS: dict[type[Op], Callable[[RankTasks, Any], None]] = {
 }
 
 
+def tasks_to_simulate(
+    program: Program, sizes: Mapping[str, int], hosts: Sequence[Sequence[int]] = ()
+) -> list[CostTask]:
+    """Return the tasks of rank 0 if it stands for all ranks, else those of all ranks, as `tasks_of` does.
+
+    The arguments and errors are those of `tasks_of`. If rank 0 stands for all ranks, a collective begins when rank 0
+    comes, and a signal sets the flag of rank 0 that another rank sets by the same signal.
+    """
+    unrolled = unroll_for_all(program, sizes)
+    if unrolled is None or not _same_crossings(unrolled, hosts):
+        return tasks_of(program, sizes, hosts)
+    return _joined([unrolled], hosts)
+
+
+def _same_crossings(unrolled: UnrolledProgram, hosts: Sequence[Sequence[int]]) -> bool:
+    """Return True if the teams of each collective have equally many ranks on their hosts."""
+    if not hosts:
+        return True
+    teams = {op.place.statement.teams for op in unrolled.ops if isinstance(op, CollectiveOp)}
+    counts = ([sorted(len({*team} & {*host}) for host in hosts) for team in each] for each in teams)
+    return all(count == of_teams[0] for of_teams in counts for count in of_teams)
+
+
 @uncollected()
 def tasks_of(program: Program, sizes: Mapping[str, int], hosts: Sequence[Sequence[int]] = ()) -> list[CostTask]:
     """Return the tasks of all ranks, rank by rank, in the order in which each rank issues them.
@@ -543,15 +569,23 @@ def tasks_of(program: Program, sizes: Mapping[str, int], hosts: Sequence[Sequenc
 
     Raises HostIRError if the sizes do not fit the program.
     """
-    shared = Shared(hosts=[[rank for rank in host if rank < program.ranks] for host in hosts])
-    tasks = [t for rank in range(program.ranks) for t in RankTasks(unroll(program, rank, sizes), shared).tasks]
+    return _joined([unroll(program, rank, sizes) for rank in range(program.ranks)], hosts)
+
+
+@uncollected()
+def _joined(unrolled: Sequence[UnrolledProgram], hosts: Sequence[Sequence[int]]) -> list[CostTask]:
+    """Return the tasks of some ranks, which wait for each other's signals."""
+    count = unrolled[0].program.ranks
+    shared = Shared(hosts=[[rank for rank in host if rank < count] for host in hosts])
+    tasks = [task for each in unrolled for task in RankTasks(each, shared).tasks]
     for waiter, turn, flag, epoch in shared.waits:
-        sent = [task for number, task in shared.flags.get(flag, ()) if number >= epoch]
+        sent = [(task, own) for number, task, own in shared.flags.get(flag, ()) if number >= epoch]
         if not sent:
             continue
-        sent_before = sent[0].rank == waiter.rank and not waiter.overlapped_sms  # before the waiter begins
+        (task, own), *_ = sent
+        sent_before = own and not waiter.overlapped_sms  # before the waiter begins
         if turn is None or sent_before:
-            waiter.after.append(sent[0])
+            waiter.after.append(task)
         else:
-            waiter.blocks[turn].append(sent[0])
+            waiter.blocks[turn].append(task)
     return tasks

@@ -22,7 +22,7 @@ from hostir.choice.choices import (
     Timing,
     ranked_by,
 )
-from hostir.choice.cost import CostTask, tasks_of
+from hostir.choice.cost import CostTask, tasks_to_simulate
 from hostir.choice.platforms import ELSEWHERE, SIMULATED, Platform, platform_here, simulated
 from hostir.choice.simulation import EAGER, GRAPH, driver_calls, estimates
 from hostir.ir.program import Program, shares_memory, stated_hosts, uses_nccl, with_hosts
@@ -343,14 +343,16 @@ def estimated(
     """
     timings: list[Timing] = []
     impossible = list(candidates.impossible)
-    simulated: dict[
-        int, tuple[Sequence[CostTask], int]
-    ] = {}  # by the id of the program: candidates with other kernels share it
+    # By the id of the program, because candidates with other kernels share it.
+    simulated: dict[int, tuple[Sequence[CostTask], int]] = {}
     for candidate, program in candidates.programs.items():
         try:
             program.check_whole(sizes)
             if id(program) not in simulated:
-                simulated[id(program)] = tasks_of(program, sizes, platform.hosts), symmetric_bytes(program, sizes)
+                simulated[id(program)] = (
+                    tasks_to_simulate(program, sizes, platform.hosts),
+                    symmetric_bytes(program, sizes),
+                )
             tasks, symmetric = simulated[id(program)]
             if refusal := _too_large(symmetric, limit):
                 impossible.append(Impossible(candidate, refusal, warn=True))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from hostir.choice.cost import (
@@ -18,18 +19,19 @@ from hostir.choice.cost import (
     Nothing,
     Pause,
     Traffic,
-    tasks_of,
+    tasks_to_simulate,
 )
 from hostir.choice.decision import check_ranks, check_sizes
+from hostir.choice.hardware import Hardware
 from hostir.choice.platforms import Platform, planned
 from hostir.choice.simulation import GRAPH, Costs, HostCosts, Simulation, flops, start
-from hostir.ir.op import Phase
-from hostir.ir.program import Program
+from hostir.ir.machine import uncollected
+from hostir.ir.op import Phase, Statement
+from hostir.ir.program import Program, format_statement
 from hostir.ir.source import error, user_span
 from hostir.kernels.matmul.tiles import Gemm
 from hostir.knobs import KERNELS
 from hostir.machines.trace import COMMUNICATION, Trace
-from hostir.plan.unroll import unroll
 
 SMS, OUT, IN, LINK, SIGNALS = "SMs", "copies out", "copies in", "collectives", "signals"
 RESOURCES = (SMS, OUT, IN, LINK)
@@ -80,8 +82,11 @@ class PredictedTimeline:
         kernels: the family of kernels.
         us: the microseconds of a call in a replay of a CUDA graph.
         host_us: the microseconds in which the host issues a call without a graph.
-        spans: the spans of all ranks, by their beginning.
-        critical: the spans that determine the end of the call, from the first to the last.
+        ranks: the number of ranks.
+        simulated: the spans of the ranks that were simulated, by their beginning: of rank 0 if all ranks do the same,
+            else of all ranks.
+        critical: the spans that determine the end of the call, from the first to the last. If all ranks do the same,
+            they are spans of rank 0, which stand for those of the rank that is waited for.
     """
 
     program: str
@@ -89,8 +94,27 @@ class PredictedTimeline:
     kernels: str
     us: float
     host_us: float
-    spans: tuple[PredictedSpan, ...]
+    ranks: int
+    simulated: tuple[PredictedSpan, ...]
     critical: tuple[PredictedSpan, ...]
+
+    @cached_property
+    def alike(self) -> bool:
+        """True if rank 0 was simulated for all ranks."""
+        return self.ranks > 1 and not any(span.rank for span in self.simulated)
+
+    @cached_property
+    def spans(self) -> tuple[PredictedSpan, ...]:
+        """The spans of all ranks, by their beginning."""
+        if not self.alike:
+            return self.simulated
+        return tuple(replace(span, rank=rank) for span in self.simulated for rank in range(self.ranks))
+
+    def of_rank(self, rank: int) -> tuple[PredictedSpan, ...]:
+        """Return the spans of one rank, by their beginning."""
+        if self.alike:
+            return tuple(replace(span, rank=rank) for span in self.simulated)
+        return tuple(span for span in self.simulated if span.rank == rank)
 
     def busy(self, rank: int) -> dict[str, float]:
         """Return the microseconds in which each resource of a rank works.
@@ -99,7 +123,7 @@ class PredictedTimeline:
         """
         held: dict[str, float] = {}
         for resource in RESOURCES:
-            spans = [span for span in self.spans if span.rank == rank and span.resource == resource]
+            spans = [span for span in self.of_rank(rank) if span.resource == resource]
             covered = sum(end - begin for begin, end in _union([(span.begin, span.end) for span in spans]))
             held[resource] = max(0.0, covered - sum(span.waited for span in spans))
         return held
@@ -117,9 +141,14 @@ class PredictedTimeline:
 
     def to_json(self) -> dict[str, Any]:
         """Return the timeline as a JSON object."""
-        return asdict(self) | {"busy": {rank: self.busy(rank) for rank in sorted({span.rank for span in self.spans})}}
+        fields = {name: value for name, value in vars(self).items() if isinstance(value, str | float | int)}
+        spans = {
+            name: [asdict(span) for span in each] for name, each in (("spans", self.spans), ("critical", self.critical))
+        }
+        return fields | spans | {"busy": {rank: self.busy(rank) for rank in range(self.ranks)}}
 
 
+@uncollected()
 def timeline(
     program: Program,
     *,
@@ -157,7 +186,10 @@ def timeline(
     check_sizes(program, bound)
     family = KERNELS.get(kernels)
     families = ("cublas", "triton") if family == "auto" else (family,)
-    return min((predict(program, bound, platform, each) for each in families), key=lambda predicted: predicted.us)
+    tasks = tasks_to_simulate(program, bound, platform.hosts)
+    simulated = [Simulated(tasks, platform.hardware, each) for each in families]
+    fastest = min(simulated, key=lambda each: each.us)
+    return fastest.timeline(program, platform)
 
 
 def predict(
@@ -173,34 +205,57 @@ def predict(
 
     Raises HostIRError if the sizes do not fit the program.
     """
-    hardware = platform.hardware
-    tasks = tasks_of(program, sizes, platform.hosts)
-    costs = Costs(hardware, kernels, flops(tasks))
-    simulation = Simulation(tasks, costs)
-    device, offset = simulation.run(), start(tasks, hardware, GRAPH)
-    unrolled = {rank: unroll(program, rank, sizes) for rank in range(program.ranks)}
+    tasks = tasks_to_simulate(program, sizes, platform.hosts)
+    return Simulated(tasks, platform.hardware, kernels).timeline(program, platform)
 
-    def span(task: CostTask) -> PredictedSpan:
-        text = RESET if task.op is None else unrolled[task.rank].text(task.op)
-        rounds = () if task.op is None else tuple(task.op.place.rounds)
-        lane = "caller" if task.op is None else COMMUNICATION if task.op.by_group else task.op.lane
+
+class Simulated:
+    """A simulated call with one family of kernels.
+
+    Fields:
+        us: the microseconds of the call.
+    """
+
+    def __init__(self, tasks: Sequence[CostTask], hardware: Hardware, kernels: str) -> None:
+        self.tasks, self.kernels = tasks, kernels
+        self.costs = Costs(hardware, kernels, flops(tasks))
+        self.simulation, self.offset = Simulation(tasks, self.costs), start(tasks, hardware, GRAPH)
+        self.us = self.simulation.run() + self.offset
+        self.texts: dict[int, str] = {}  # by the id of a statement
+
+    def timeline(self, program: Program, platform: Platform) -> PredictedTimeline:
+        """Return the timeline of the call."""
+        simulation, ended = self.simulation, self.simulation.ended
+        shown = {task: self.span(task, program) for task in self.tasks if _is_shown(task) and task in ended}
+        critical = [shown[task] for task in _critical(self.tasks, simulation, self.costs) if task in shown]
+        return PredictedTimeline(
+            program.name,
+            replace(platform, ranks=program.ranks).gpus,
+            self.kernels,
+            self.us,
+            HostCosts(self.costs).call(self.tasks),
+            program.ranks,
+            tuple(sorted(shown.values(), key=lambda s: (s.begin, s.rank))),
+            tuple(critical),
+        )
+
+    def span(self, task: CostTask, program: Program) -> PredictedSpan:
+        """Return the span of a task."""
+        simulation, op = self.simulation, task.op
+        rounds = () if op is None else tuple(op.place.rounds)
+        lane = "caller" if op is None else COMMUNICATION if op.by_group else op.lane
         ready = simulation.ready.get(task, simulation.begun[task])
-        begin, end = ready + offset, simulation.ended[task] + offset
-        waited = max(0.0, end - begin - _alone(task, costs))
+        begin, end = ready + self.offset, simulation.ended[task] + self.offset
+        waited = max(0.0, end - begin - _alone(task, self.costs))
         waits = any(task.blocks) or bool(task.partners)
+        text = RESET if op is None else self.text(op.place.statement, program)
         return PredictedSpan(task.rank, lane, text, rounds, begin, end, waited if waits else 0.0, _resource(task))
 
-    shown = {task: span(task) for task in tasks if _is_shown(task) and task in simulation.ended}
-    critical = [shown[task] for task in _critical(tasks, simulation, costs) if task in shown]
-    return PredictedTimeline(
-        program.name,
-        replace(platform, ranks=program.ranks).gpus,
-        kernels,
-        device + offset,
-        HostCosts(costs).call(tasks),
-        tuple(sorted(shown.values(), key=lambda s: (s.begin, s.rank))),
-        tuple(critical),
-    )
+    def text(self, statement: Statement, program: Program) -> str:
+        """Return the text of a statement, in one line."""
+        if id(statement) not in self.texts:
+            self.texts[id(statement)] = format_statement(statement, program).strip()
+        return self.texts[id(statement)]
 
 
 def _alone(task: CostTask, costs: Costs) -> float:
@@ -234,9 +289,9 @@ def _critical(tasks: Sequence[CostTask], simulation: Simulation, costs: Costs) -
     """
     raisers = {flag: task for task in tasks for flag in task.raises}
     task: CostTask | None = max(simulation.ended, key=lambda each: (simulation.ended[each], bool(each.launches)))
-    path: list[CostTask] = []
+    path: dict[CostTask, None] = {}
     while task is not None and task not in path:
-        path.append(task)
+        path[task] = None
         signals = [signal for block in task.blocks for signal in block if signal in simulation.ended]
         latest = max(signals, key=simulation.ended.__getitem__, default=None)
         waited = simulation.ended[task] - simulation.begun[task] - _alone(task, costs) > EPSILON
@@ -249,7 +304,7 @@ def _critical(tasks: Sequence[CostTask], simulation: Simulation, costs: Costs) -
             task = simulation.cause.get(last)
         else:
             task = simulation.cause.get(task)
-    return path[::-1]
+    return [*path][::-1]
 
 
 def _union(intervals: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -10,6 +10,7 @@ from hostir.ir.op import Phase
 from hostir.ir.program import Program, with_hosts
 from hostir.ir.source import error
 from hostir.lower import AUTO, lower, passes_of
+from hostir.lower.strategies import run_unproved
 
 
 def load_to_lower(options: Namespace) -> tuple[Program, dict[str, int]]:
@@ -34,11 +35,17 @@ def lowering_of(options: Namespace) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if value is not None}
 
 
-def lowered(program: Program, sizes: dict[str, int], options: Namespace) -> Program:
-    """Lower a fusion, and return the host program. A host program is returned unchanged."""
+def lowered(program: Program, sizes: dict[str, int], options: Namespace, *, proved: bool = True) -> Program:
+    """Lower a fusion, and return the host program. A host program is returned unchanged.
+
+    A program that will not run need not be `proved`.
+    """
     if program.phase is Phase.HOST:
         return program
-    return lower(choose_strategy(program, sizes, options), **lowering_of(options))
+    fusion = choose_strategy(program, sizes, options)
+    if proved:
+        return lower(fusion, **lowering_of(options))
+    return run_unproved(fusion, passes_of(**lowering_of(options)))
 
 
 def choose_strategy(program: Program, sizes: dict[str, int], options: Namespace) -> Program:

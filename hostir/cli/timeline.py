@@ -24,7 +24,7 @@ MOST = 40  # statements that are printed for a rank
 
 def describe(predicted: PredictedTimeline, rank: int) -> str:
     """Return a timeline as text: what the resources of a rank do, its statements, and the critical path."""
-    spans = [span for span in predicted.spans if span.rank == rank]
+    spans = predicted.of_rank(rank)
     headers = ["begin us", "end us", "waits us", "rank", "lane", "statement"]
     shown, left = spans[:MOST], len(spans) - MOST
     parts = [
@@ -76,7 +76,7 @@ def timeline_command(source: Program, sizes: dict[str, int], options: Namespace)
     timelines: dict[str, PredictedTimeline] = {}
     for strategy in strategies:
         chosen = Namespace(**{**vars(options), "strategy": strategy})
-        program = lowered(source, sizes, chosen)
+        program = lowered(source, sizes, chosen, proved=False)
         bound = {name: size for name, size in sizes.items() if name in program.size_names}
         predicted = timeline(program, machine=machine, hosts=options.hosts, sizes=bound, kernels=options.kernels)
         timelines[chosen.strategy or program.name] = predicted

@@ -391,7 +391,7 @@ class GatheredRows:
         else:
             assert turns.ranks is not None
             index = turns.host.index("i")
-            wait = self.transfers.wait(self.flag(turn.rank or index, turn.slice, other))
+            wait = self.transfers.wait(self.flag(turn.rank or turns.ranks.peer(index), turn.slice, other))
             for_each = For(index.value, Size(turns.ranks.ranks), (wait,), span=pair.between.span)
             body.append(for_each if turn.rank is None else wait)
             turn.slices[pair.out.name] = turn.rows(self.transfers.buffer, pair)
@@ -482,13 +482,14 @@ class SummedRows:
         turns, transfers, span, body = self.turns, self.transfers, self.pair.x.span, list[Statement]()
         if transfers is None or turns.ranks is None:
             return []
-        of_host, index = turns.host.index("h"), turns.host.index("i")
-        wait = transfers.wait(self.flag(slice, of_host, turns.ranks.peer(Bin("+", index, Lit(1)))))
+        host, index = turns.host.index("h"), turns.host.index("i")
+        sender = turns.ranks.peer(Bin("+", index, Lit(1)))
+        wait = transfers.wait(self.flag(slice, turns.hosts.peer(host), sender))
         waits = For(index.value, Size(turns.ranks.ranks - 1), (wait,), span=span)
         sums, sent = (turns.at(x, slice, body) for x in (self.sums, transfers.buffer))
         return [
             *(SetStream(LOCAL), Synchronize(turns.host.user)),
-            For(of_host.value, Size(turns.hosts.ranks), (waits,), span=span),
+            For(host.value, Size(turns.hosts.ranks), (waits,), span=span),
             *body,
             Sum(sums, sent, 0, span=span, note="of the ranks of this host"),
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 
 import pytest
 
@@ -11,6 +12,7 @@ from examples import patterns
 from hostir.check import forget
 from hostir.check.one_rank.alike import alike
 from hostir.check.proof import analyse
+from hostir.ir.program import with_hosts
 from tests.counting import calls_of
 
 FEW, MANY = 24, 192
@@ -51,6 +53,12 @@ def test_one_rank_stands_for_all_ranks_of_a_reduce_scatter(strategy: str, ranks:
     for slices in (1, 2):  # one block or several for each rank
         fusion = patterns.row_parallel_scattered(ranks, S=slices, M=1024 * ranks, K=ranks, N=2048)
         assert alike(hi.lower(fusion, strategy), {}, 2) is not None
+
+
+@pytest.mark.parametrize("pattern", [patterns.allgather_matmul_rows, patterns.row_parallel, patterns.mlp])
+def test_one_rank_stands_for_all_ranks_of_several_hosts(pattern: Callable[..., hi.Fusion]) -> None:
+    fusion = with_hosts(pattern(64, S=1, M=64 * 16, K=64).program(), 8)
+    assert alike(hi.lower(fusion, "hierarchical", 2), {}, 2) is not None
 
 
 def test_a_proof_is_not_interrupted_to_collect_garbage() -> None:

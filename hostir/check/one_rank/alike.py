@@ -14,24 +14,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from math import prod
 from typing import Any, TypeVar
 
-import numpy as np
-
 from hostir.check.one_rank.rotations import Rotations
-from hostir.check.one_rank.torus import PerRank, Torus, UnlikeError, at
+from hostir.check.one_rank.torus import PerRank, PerRankFrame, Torus, UnlikeError, at
 from hostir.check.ordering.held_sms import Lanes, together
 from hostir.check.ordering.joining import SIGNAL, Trouble
 from hostir.check.ordering.order import Order
 from hostir.check.tracing.events import Event, Flag, WaitingKernel
 from hostir.check.tracing.memory import Access, View
 from hostir.check.tracing.tracer import Tracer
-from hostir.ir.machine import Done, Frame, Ready
+from hostir.ir.machine import Done, Ready
 from hostir.ir.program import Program
 from hostir.ir.regions import Region
 from hostir.ir.source import HostIRError
-from hostir.ir.types import Mesh
 
 T = TypeVar("T")
 
@@ -64,27 +60,7 @@ class _Tracer(Tracer):
             blocks.ready, blocks.done = ready, done
 
 
-class _Frame(Frame):
-    """The values of a program's indices. An index that differs from rank to rank is a `PerRank`."""
-
-    def place(self, mesh: Mesh, over: str) -> int:
-        axis = mesh.axes.index(over)
-        places = np.arange(len(mesh.devices)) // prod(mesh.shape[axis + 1 :]) % mesh.shape[axis]
-        place: int = PerRank.of(places)
-        return place
-
-    def member(self, team: tuple[int, ...], place: Any) -> int:
-        """Return the peer of rank 0: the rank at position `place` in its team.
-
-        The position may differ from rank to rank. Raise UnlikeError if the distance from a rank to its peer is not the
-        same for all ranks.
-        """
-        assert isinstance(self.machine, _Tracer)
-        stride = team[1] if len(team) > 1 else 1
-        return self.machine.torus.peer(place, len(team), stride)
-
-
-_Tracer.frame = _Frame
+_Tracer.frame = PerRankFrame
 
 
 def alike(program: Program, sizes: Mapping[str, int], calls: int) -> Alike | None:

@@ -7,13 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol, cast
 
 import numpy as np
 
 from hostir.check.ordering.order import Clock
-from hostir.ir.machine import ARITHMETIC
+from hostir.ir.machine import ARITHMETIC, Frame
 from hostir.ir.program import Program
+from hostir.ir.types import Mesh
 
 
 class UnlikeError(Exception):
@@ -195,3 +196,33 @@ def _peer(place: bytes | int, count: int, stride: int, torus: Torus) -> int:
         if (away != away[0]).any():
             raise UnlikeError
     return int(peers[0])
+
+
+class OnTorus(Protocol):
+    """A machine that stands for all ranks of a torus."""
+
+    @property
+    def torus(self) -> Torus:
+        """The ranks."""
+
+
+class PerRankFrame(Frame):
+    """The values of a program's indices, for a machine of the kind `OnTorus`.
+
+    An index that differs from rank to rank is a `PerRank`.
+    """
+
+    def place(self, mesh: Mesh, over: str) -> int:
+        axis = mesh.axes.index(over)
+        places = np.arange(len(mesh.devices)) // prod(mesh.shape[axis + 1 :]) % mesh.shape[axis]
+        place: int = PerRank.of(places)
+        return place
+
+    def member(self, team: tuple[int, ...], place: Any) -> int:
+        """Return the peer of rank 0: the rank at position `place` in its team.
+
+        The position may differ from rank to rank. Raise UnlikeError if the distance from a rank to its peer is not the
+        same for all ranks.
+        """
+        stride = team[1] if len(team) > 1 else 1
+        return cast("OnTorus", self.machine).torus.peer(place, len(team), stride)
