@@ -55,6 +55,15 @@ class TraceEvent(NamedTuple):
         return f"{self.keyword} {self.rounds[-1]}" if self.rounds else self.keyword
 
 
+class TraceMark(NamedTuple):
+    """A moment on a stream of a rank, in seconds: the arrival of rows for which a kernel waits, with a text."""
+
+    rank: int
+    stream: str
+    text: str
+    at: float
+
+
 @dataclass
 class Trace:
     """A timeline of the statements that ran. Pass a trace to `hi.Executor` or `hi.run`, and write it to a file.
@@ -64,10 +73,12 @@ class Trace:
     Fields:
         title: the title of the picture.
         events: the statements that ran, in any order.
+        marks: the arrivals of rows for which a kernel waits, on simulated ranks.
     """
 
     title: str = "hostir"
     events: list[TraceEvent] = field(default_factory=list)
+    marks: list[TraceMark] = field(default_factory=list)
 
     def add(
         self, rank: int, stream: str, statement: str, start: float, end: float, rounds: tuple[int, ...] = ()
@@ -108,12 +119,16 @@ class Trace:
             place = {"pid": e.rank, "tid": tracks[e.rank, e.stream]}
             args = {"args": {"rounds": list(e.rounds)}} if e.rounds else {}
             rows.append({"name": e.statement, "cat": e.activity, "ph": "X", **times, **place, **args})
+        for m in (m for m in self.marks if (m.rank, m.stream) in tracks):
+            at = {"ts": round((m.at - first) * 1e6, 3), "pid": m.rank, "tid": tracks[m.rank, m.stream]}
+            rows.append({"name": m.text, "ph": "i", "s": "t", **at})  # an instant of a thread
         return rows
 
     def to_svg(self, path: str | Path) -> None:
         """Write an SVG picture. Each rank is a group of streams, and time goes from left to right.
 
-        Pointing at a bar shows the bar's statement.
+        Pointing at a bar shows the bar's statement. A black line in a bar is the moment at which rows arrived for which
+        the kernel waits. Pointing at it shows which rows.
         """
         _write(path, self._svg())
 
@@ -138,6 +153,12 @@ class Trace:
             for t, label in _ticks(span)
         ]
         bars = [self._bar(e, LEFT + (e.start - first) * scale, rows[e.rank, e.stream], scale) for e in self.events]
+        bars += [
+            f'<path class="mark" d="M{LEFT + (m.at - first) * scale:.2f} {rows[m.rank, m.stream]}v{LANE}">'
+            f"<title>{escape(m.text)}</title></path>"
+            for m in self.marks
+            if (m.rank, m.stream) in rows
+        ]
         height = bottom + BOTTOM
         box = f'viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
         head = f'<svg xmlns="http://www.w3.org/2000/svg" {box}>'
@@ -172,6 +193,7 @@ text { font: 12px system-ui, "DejaVu Sans", sans-serif; fill: #24292f }
 .bar { fill: #fff; text-anchor: middle; font-size: 10.5px }
 .group { fill: #f3f5f7 }
 .tick { stroke: #d0d7de; stroke-width: 1 }
+.mark { stroke: #24292f; stroke-width: 2 }
 </style>
 <rect width="100%" height="100%" fill="#fff"/>"""
 

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from examples import patterns
 from hostir.call.random import random_inputs
 from hostir.ir import parse
 from hostir.ir.source import HostIRError
+from hostir.lower import lower
 from hostir.machines.trace import COLORS, Trace, TraceEvent
 from tests.call.programs import AG_MATMUL, TRANSFERS
 from tests.call.whole import run_whole
@@ -48,6 +50,53 @@ def test_events_are_placed_as_if_streams_ran_concurrently(trace: Trace) -> None:
         for lane in trace.lanes[rank]:
             ends = sorted((e.start, e.end) for e in trace.events if (e.rank, e.stream) == (rank, lane))
             assert all(before[1] <= after[0] for before, after in itertools.pairwise(ends))
+
+
+LATE = """hostir 1
+mesh @mesh [didx] = 0 1
+program @late(%x: f32[2@didx, 64, 64], %b: f32[64, 64]) -> (%y) {
+  %r = rank of %x over didx
+  %box: f32[2@didx, 64, 64] = allocate_symmetric
+  %f: flag[1] = allocate_symmetric
+  %t: f32[2@didx, 64, 64] = allocate
+  %y: f32[2@didx, 64, 64] = allocate
+  barrier of %x over didx
+  if %r == 0 {
+    matmul %x, %b -> %t
+    put %t -> %box at 1 over didx
+    signal %f[0] = 1 at 1 over didx
+    relu %t -> %y
+  }
+  if %r == 1 { wait_signal %f[0] >= 1   relu %box -> %y }
+  free %t
+}
+"""
+
+
+def test_what_waits_for_a_flag_begins_after_the_signal() -> None:
+    at = {(e.rank, e.keyword): e for e in traced(LATE, {}).events}
+    assert at[1, "relu"].start >= at[0, "put"].end
+
+
+def test_rows_that_arrive_while_a_kernel_waits_are_marked(tmp_path: Path) -> None:
+    trace = Trace()
+    program = lower(patterns.moe_layer(ranks=3, S=1, M=4, K=6, H=6), "fused")
+    run_whole(program, random_inputs(program, {}), trace=trace)
+    sent = {(e.rank, e.end) for e in trace.events if e.statement.startswith("put %x_dense ->")}
+    assert len(sent) == 9
+    for rank in range(3):
+        (kernel,) = [e for e in trace.events if e.rank == rank and "grouped_matmul %x_full, %gate" in e.statement]
+        marks = [m for m in trace.marks if m.rank == rank]
+        assert sorted(m.text.split(":")[0] for m in marks) == [f"block {n} of 3 is there" for n in range(3)]
+        for mark in marks:
+            assert kernel.start <= mark.at <= kernel.end
+            assert mark.at >= min(end for sender, end in sent if sender == int(mark.text.split()[1]))
+    trace.to_svg(tmp_path / "trace.svg")
+    root = ElementTree.parse(tmp_path / "trace.svg").getroot()
+    assert len([path for path in root.iter() if path.get("class") == "mark"]) == len(trace.marks) == 9
+    trace.to_chrome(tmp_path / "trace.json")
+    rows = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {row["name"] for row in rows if row["ph"] == "i"} == {m.text for m in trace.marks}
 
 
 def test_each_team_of_a_rank_has_a_lane() -> None:

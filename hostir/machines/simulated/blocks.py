@@ -168,6 +168,7 @@ class BlockKernel:
         """Add a task that waits for the flag of one block, and return it."""
         task = self.issuer.task(do_nothing, lane=f"wait {block} of task {start.order}").follow([start])
         task.gate, task.epoch = self.memory.flag(ready.flags, block), self.issuer.epoch(ready.epoch)
+        task.awaits = block, ready.blocks
         return task
 
     def signals(self, pieces: Sequence[RowsTask], done: Done) -> list[Task]:

@@ -27,7 +27,7 @@ from hostir.machines.simulated.races import Watch
 from hostir.machines.simulated.rank import Parts, RankMachine
 from hostir.machines.simulated.scheduler import check_seed, execute, program_order, random_order, times
 from hostir.machines.simulated.tasks import FlagGate, Task
-from hostir.machines.trace import Trace
+from hostir.machines.trace import Trace, TraceMark
 
 KernelChoice = str | Mapping[str, Kernel]  # the name of a policy, or the kernel of each computation
 
@@ -122,6 +122,13 @@ class LocalMachine:
         The times are computed as if every stream and every team had a separate processor.
         """
         at = times(self.ran)
+        for task in (task for rank in self.ranks for task in rank.tasks if task.awaits is not None):
+            assert task.statement is not None
+            assert task.awaits is not None
+            block, blocks = task.awaits
+            statement = format_statement(task.statement, self.ranks[task.rank].program)
+            text = f"block {block} of {blocks} is there: {statement}"
+            trace.marks.append(TraceMark(task.rank, task.stream, text, at[task][1]))
         for task in (task for rank in self.ranks for task in rank.tasks if task.since is not None):
             rank = self.ranks[task.rank]
             assert task.statement is not None

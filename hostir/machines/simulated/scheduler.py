@@ -8,7 +8,7 @@ from random import Random
 from time import perf_counter
 
 from hostir.ir.source import described, error, user_span
-from hostir.machines.simulated.tasks import Task
+from hostir.machines.simulated.tasks import FlagGate, Task
 
 Priority = Callable[[Task], float]  # among the tasks that may run, the task with the lowest value runs first
 LAST = 2.0  # later than every random number
@@ -135,6 +135,8 @@ def times(ran: Iterable[Task]) -> dict[Task, tuple[float, float]]:
         start = starts.get(task, 0.0)
         if task.queued_behind is not None:
             start = max(start, at.get(task.queued_behind, (0.0, 0.0))[1])
+        if isinstance(task.gate, FlagGate):
+            start = max(start, at[task.gate.opened_by(task)][1])
         end = start + (task.seconds if task.timed else 0.0)
         at[task] = start, end
         for follower in task.followers:

@@ -36,6 +36,7 @@ class Task:
         epoch: the epoch for which the task waits at its gate, or the new epoch of the flag `changes`.
         team: the team of a communication.
         since: the task at whose start its bar in a trace begins; None if a trace does not show it.
+        awaits: the number of the block for which a kernel waits in this task, and the number of its blocks.
         timed: True if a real machine takes time for the task.
         queued_behind: the task that delays this task on a real link, although no edge orders the two tasks.
         followers: the tasks that follow this task.
@@ -66,6 +67,7 @@ class Task:
     epoch: Epoch = (0, 0)
     team: tuple[int, ...] = ()
     since: Task | None = None
+    awaits: tuple[int, int] | None = None
     timed: bool = False
     queued_behind: Task | None = None
     followers: list[Task] = field(default_factory=list, repr=False)
@@ -136,6 +138,10 @@ class FlagGate(Gate):
 
     def open(self, task: Task) -> bool:
         return bool(self.signals) and self.signals[-1].epoch >= task.epoch
+
+    def opened_by(self, task: Task) -> Task:
+        """Return the signal that a task which has run waited for."""
+        return next(signal for signal in self.signals if signal.epoch >= task.epoch)
 
     def set(self, signal: Task) -> None:
         self.signals.append(signal)
