@@ -17,6 +17,7 @@ READ = 184.0  # GB/s at which the kernel of `one_shot` reads from peers
 MOVE = 397.0  # GB/s of `two_shot`, counting bytes as for NCCL: those that leave a rank, and half of those that it keeps
 EXCHANGE = 3.5  # microseconds of `low_latency` with few bytes
 SEND = 300.0  # GB/s at which `low_latency` sends to peers and sums
+SHORT = 20.0  # microseconds of a sum by `low_latency` of which a matmul could hide little
 SMALL_COPY = 5.2  # microseconds of a copy of few bytes within the GPU
 
 
@@ -41,6 +42,18 @@ def implemented(transfer: CostTransfer, hardware: Hardware) -> float | None:
         to_workspace = 0.0 if transfer.in_workspace else SMALL_COPY + 2 * part / hardware.memory
         return to_workspace + 2 * KERNEL + (ranks - 1) * (hardware.copy + part / hardware.link)
     return None
+
+
+def is_short(keyword: str, size: int, ranks: int) -> bool:
+    """Return True if a sum by `low_latency` is so short that a matmul could hide little of it.
+
+    Args:
+        keyword: `allreduce` or `reduce_scatter`.
+        size: the bytes of the summed tensor.
+        ranks: the number of ranks.
+    """
+    us = implemented(CostTransfer(f"{keyword} by {LOW_LATENCY}", size, ranks, in_workspace=True), H100)
+    return us is not None and us <= SHORT
 
 
 def is_sooner(by: str, size: int, ranks: int) -> bool:

@@ -1,7 +1,8 @@
 """A pass over graphs of torch.compile. It replaces a collective and the matmuls next to it by one fused operator.
 
 It fuses all-gather + matmuls, matmul + reduce-scatter, and matmul + all-reduce. In the first two, the matmuls may also
-be scaled fp8 matmuls.
+be scaled fp8 matmuls. If few rows are summed, there is little to overlap. Then a reduce-scatter or an all-reduce is
+fused with the residual and the RMS norm that follow it.
 
     model = torch.compile(model, options=hi.torch.overlap_pass.options())
     print(hi.torch.overlap_pass.report)
@@ -28,9 +29,11 @@ from torch.fx import Graph, Node
 from torch.nn.functional import ScalingType
 
 from hostir import __version__
+from hostir.choice.collectives import is_short
 from hostir.choice.platforms import Platform
 from hostir.ir.scaled_ops import BLOCK
 from hostir.ir.source import counted, described, did_you_mean, error, user_span
+from hostir.job.guest import registered
 from hostir.torch.graphs import (
     AS_DTYPE,
     LAYOUTS,
@@ -55,6 +58,7 @@ from hostir.torch.graphs import (
 from hostir.torch.ops.all_gather_scaled_matmul import BLOCKS
 from hostir.torch.ops.running import DTYPES
 from hostir.torch.ops.scaled_operands import FP8, RESULTS
+from hostir.torch.overlap_norm import residual_norm_after
 from hostir.torch.overlap_report import OPERATORS, Overlaps, Visited, alone_us, operands_of, platform_of_group
 from hostir.torch.reporting import LEDGER
 
@@ -475,8 +479,50 @@ def _alike(node: Node) -> bool:
     return all(isinstance(term, Node) and equal(shape_of(term), shape_of(node)) for term in node.args)
 
 
+def fuse_norm(graph: Graph, collective: Node, group: str) -> Fates:
+    """Replace a sum over ranks of few rows, and the residual and the norm that follow it, by one operator.
+
+    Returns the fields `fused` and `why` of the report for the collective. Returns nothing if the graph stays the same.
+
+    Args:
+        graph: the graph.
+        collective: an all-reduce, or a reduce-scatter along axis 0, that sums.
+        group: the name of the process group.
+    """
+    addend: Any = collective.args[0]
+    wait, scatters = waited(collective), collective.target is SCATTER
+    norm = residual_norm_after(wait)
+    is_output = any(user.op == "output" for user in collective.users)
+    if norm is None or is_output or not _is_short(addend, group, scatters):
+        return {}
+    rows = shape_of(norm.added)
+    op: Any = ops.reduce_scatter_residual_norm.default if scatters else ops.all_reduce_residual_norm.default
+    if scatters and (len(rows) < 2 or not equal(rows, shape_of(wait))):
+        return {}
+    with graph.inserting_before(norm.added):
+        operands = addend if scatters else viewed(graph, addend, rows), norm.residual, norm.weight, norm.eps, False
+        results = insert(graph, op, *operands, *([0] if scatters else []), group)
+        normed, added = (insert(graph, operator.getitem, results, n) for n in range(2))
+    norm.normed.replace_all_uses_with(normed)
+    norm.added.replace_all_uses_with(added)
+    return {collective: (_name(op), "the residual and the norm after it")}
+
+
+def _is_short(addend: Node, group: str, scatters: bool) -> bool:
+    """Return True if a sum is so short that a matmul could hide little of it.
+
+    Symbolic sizes count as their values in the call for which the graph was traced.
+    """
+    members = registered(group)
+    size: Any = value(addend).numel() * value(addend).itemsize
+    known = size.node.hint if isinstance(size, torch.SymInt) else size
+    if members is None or known is None:
+        return False
+    return is_short("reduce_scatter" if scatters else "allreduce", int(known), members.size())
+
+
 def fuse_scatter(graph: Graph, scatter: Node) -> Fates:
-    """Replace a reduce-scatter and the matmuls before it by one operator.
+    """Replace a reduce-scatter, and the matmuls before it or the residual and norm after it, by one operator.
 
     Returns the fields `fused` and `why` of the report for the reduce-scatter.
 
@@ -488,6 +534,8 @@ def fuse_scatter(graph: Graph, scatter: Node) -> Fates:
     reduce_op = argument(scatter, 1, "reduce_op")
     if reduce_op not in ("sum", "avg"):
         raise LeftAlone(f"its sum is {reduce_op!r}")
+    if reduce_op == "sum" and axis == 0 and (fates := fuse_norm(graph, scatter, group_of(scatter, 3))):
+        return fates
     if len(shape) < 2:
         raise LeftAlone(f"it scatters a tensor of {len(shape)} axes")
     products, columns = [*products_before(addend, divided=addend is not scatter.args[0])], axis == len(shape) - 1
@@ -560,7 +608,7 @@ def _as_axes(graph: Graph, left: Node, shape: list[Any]) -> Node:
 
 
 def fuse_all_reduce(graph: Graph, reduce: Node) -> Fates:
-    """Replace an all-reduce and the matmuls before it by one operator.
+    """Replace an all-reduce, and the matmuls before it or the residual and norm after it, by one operator.
 
     Returns the fields `fused` and `why` of the report for the all-reduce.
 
@@ -570,6 +618,8 @@ def fuse_all_reduce(graph: Graph, reduce: Node) -> Fates:
     assert isinstance(addend, Node)
     if reduce_op != "sum":
         raise LeftAlone(f"its sum is {reduce_op!r}")
+    if fates := fuse_norm(graph, reduce, group_of(reduce, 2)):
+        return fates
     products = [*products_before(addend, divided=False)]
     if scaled := [product for product in products if product.target in SCALED]:
         raise LeftAlone(f"{scaled[0].name} is a scaled matmul, and those are not summed on all ranks")

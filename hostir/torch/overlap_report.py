@@ -57,6 +57,8 @@ OPERATORS = (  # the fused operators that the pass inserts
     "hostir::matmul_reduce_scatter",
     "hostir::scaled_matmul_reduce_scatter",
     "hostir::matmul_all_reduce",
+    "hostir::all_reduce_residual_norm",
+    "hostir::reduce_scatter_residual_norm",
 )
 
 

@@ -98,6 +98,7 @@ def fused(overlap: OverlapPass) -> list[str]:
 
 
 AG, RS, AR = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
+ARN, RSN = "all_reduce_residual_norm", "reduce_scatter_residual_norm"
 SCALED_AG, SCALED_RS = "all_gather_scaled_matmul", "scaled_matmul_reduce_scatter"
 
 
@@ -548,6 +549,105 @@ def reduce_scatters_of_torchs_tests_are_fused() -> None:
     for result, (call, (a, b)) in zip(results, calls, strict=True):
         exact = part(a.double() @ b.double(), call.keywords["axis"])
         assert_near(result, exact * (RANKS if call.keywords["op"] == "sum" else 1))
+
+
+def normed_as_in_torch(x: Tensor, r: Tensor, w: Tensor | None) -> tuple[Tensor, Tensor]:
+    added = x + r
+    return torch.nn.functional.rms_norm(added, added.shape[-1:], w, 1e-5), added
+
+
+def normed_as_in_llama(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """Round before the multiplication with the weight, as implementations of Llama do."""
+    added = r + x.view(r.shape)
+    wide = added.float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).type_as(r) * w, added
+
+
+def normed_by_one_operator(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    added = x + r
+    return torch.ops.aten._fused_rms_norm(added, [16], w, 1e-5)[0], added
+
+
+@case
+def few_summed_rows_are_fused_with_their_residual_and_norm() -> None:
+    tokens = 2 * RANKS
+
+    def summed(norm: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda x, *rest: norm(funcol.all_reduce(x, "sum", group()), *rest)
+
+    def scattered(norm: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda x, *rest: norm(funcol.reduce_scatter_tensor(x, "sum", 0, group()), *rest)
+
+    def multiplied(a: Tensor, b: Tensor, r: Tensor, w: Tensor) -> Any:
+        return normed_as_in_torch(funcol.all_reduce(a @ b, "sum", group()), r, w)
+
+    for dtype, bound in ((torch.float32, 1e-6), (torch.bfloat16, 2**-7)):
+        x, w, r = torch.randn(tokens, 16).to(dtype), replicated(16, dtype=dtype), replicated(tokens, 16, dtype=dtype)
+        mine, cube = part(r, 0).contiguous(), replicated(2, RANKS, 16, dtype=dtype)
+        a, b = torch.randn(tokens, 8).to(dtype), torch.randn(8, 16).to(dtype)
+        calls: list[tuple[Callable[..., Any], tuple[Tensor, ...]]] = [
+            (summed(normed_as_in_torch), (x, r, w)),
+            (summed(normed_as_in_llama), (x, cube, w)),
+            (summed(lambda x, r: normed_as_in_torch(x, r, None)), (x, r)),
+            (multiplied, (a, b, r, w)),
+            (summed(normed_by_one_operator), (x, r, w)),
+            (scattered(normed_as_in_torch), (x, mine, w)),
+        ]
+        with torch.no_grad():
+            results, overlap = traced_together(*calls, dynamic=True if dtype == torch.bfloat16 else None)
+            assert fused(overlap) == [ARN] * 5 + [RSN], overlap.report
+            assert str(overlap.report).endswith("\n6 collectives fused, 0 left alone")
+            assert "the residual and the norm after it" in str(overlap.report)
+            for (function, inputs), (normed, added) in zip(calls, results, strict=True):
+                expected = function(*inputs)
+                assert torch.equal(added, expected[1]), "gloo adds two numbers, as hostir does"
+                torch.testing.assert_close(normed, expected[0], rtol=bound, atol=bound / 64)
+        names = {str(node.target) for node in overlap.graph.nodes}
+        assert not any("rsqrt" in name or "mean" in name for name in names), "the norm has left the graph"
+
+
+@case
+def sums_whose_norm_differs_or_that_are_needed_elsewhere_keep_their_norm() -> None:
+    def summed(x: Tensor) -> Tensor:
+        return funcol.all_reduce(x, "sum", group())
+
+    x, r, w = torch.randn(4, 16).bfloat16(), replicated(4, 16).bfloat16(), replicated(16)
+
+    def used_twice(x: Tensor, r: Tensor) -> Any:
+        total = summed(x)
+        return (*normed_as_in_torch(total, r, None), total * 2)
+
+    def over_columns(x: Tensor, r: Tensor) -> Any:
+        added = (summed(x) + r).float()
+        return (added * torch.rsqrt(added.pow(2).mean(0, keepdim=True) + 1e-5)).bfloat16()
+
+    def centered(x: Tensor, r: Tensor) -> Any:
+        return torch.nn.functional.layer_norm(summed(x) + r, (16,))
+
+    functions: list[Callable[[Tensor, Tensor], Any]] = [
+        lambda x, r: (wide := (summed(x) + r).float()) * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5),
+        lambda x, r: normed_as_in_torch(summed(x).float(), r.float(), w)[0].bfloat16(),  # the residual is in f32
+        lambda x, r: normed_as_in_torch(summed(x), r[0], None),
+        lambda x, r: normed_as_in_torch(funcol.all_reduce(x, "max", group()), r, None),
+        used_twice,
+        over_columns,
+        centered,
+    ]
+    with torch.no_grad():
+        results, overlap = traced_together(*((function, (x, r)) for function in functions))
+        assert not any(fused(overlap)), overlap.report
+        torch.testing.assert_close(results, [function(x, r) for function in functions])
+    mine = leaf(r)
+    (normed, _), overlap = traced(lambda x, r: normed_as_in_torch(summed(x), r, None), x, mine)
+    assert fused(overlap)[0] == "", "the scale of each row is saved for backward"
+    normed.sum().backward()
+    assert mine.grad is not None
+    for rows, fate in ((64, ARN), (1 << 14, AR)):  # sums of 1/2 MB, and of 128 MB
+        tensors = torch.randn(rows, 8).bfloat16(), torch.randn(8, 4096).bfloat16(), w, r
+        seen = seen_by_the_pass(
+            lambda a, b, w, r: normed_as_in_llama(summed(a @ b), (a @ b).relu(), w.bfloat16().repeat(256)), *tensors
+        )
+        assert fused(seen) == [fate], seen.report
 
 
 @case
