@@ -3,7 +3,7 @@
     python -m benchmarks.mutation --limit 400                                        a first look, in minutes
     python -m benchmarks.mutation --limit 0 --out benchmarks/results/mutation        all of them
     python -m benchmarks.mutation --only moe_layer --edits delete                    some programs and some edits
-    python -m benchmarks.mutation --sums --limit 0      those of programs with `chain` and `low_latency`, in minutes
+    python -m benchmarks.mutation --sums                 those of programs with `chain` and `low_latency`
 
 A mutant is a correct program with one edit (`tests/judging/mutants.py`). It is *guilty* if some run on simulated ranks
 shows that it is wrong (`tests/judging/mutation.py`). The checker should reject every guilty mutant, and accept all

@@ -32,7 +32,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "matmul_all_reduce": ("matmul_all_reduce", "decode"),
     "matmul_reduce_scatter": ("matmul_reduce_scatter", "matmul_reduce_scatter_as_rank_of"),
     "mlp": ("mlp",),
-    "mutation": ("mutation", "mutation_experts"),
+    "mutation": ("mutation", "mutation_experts", "mutation_sums"),
     "overhead": ("overhead",),
     "patterns": ("patterns",),
     "proofs": ("proofs",),

@@ -68,8 +68,9 @@ def test_a_sample_has_equally_many_mutants_of_each_operator_and_is_the_same_ever
 
 
 def test_the_page_on_mutation_shows_the_results_of_the_benchmark() -> None:
-    results = [(ROOT / f"benchmarks/results/{name}.md").read_text() for name in ("mutation", "mutation_experts")]
+    names = "mutation", "mutation_experts", "mutation_sums"
+    results = [(ROOT / f"benchmarks/results/{name}.md").read_text() for name in names]
     tables = [part.strip() for text in results for part in text.split("\n\n") if part.startswith("| ")]
     page = (ROOT / "docs/mutation.md").read_text()
-    assert len(tables) == 3
+    assert len(tables) == 5
     assert all(table in page for table in tables)
