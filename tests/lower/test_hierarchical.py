@@ -145,13 +145,20 @@ def test_programs_for_two_hosts_are_proved(pattern: Pattern, in_host: int) -> No
     assert {len(team) for team in sharing_teams(program)} == {in_host}
 
 
-@pytest.mark.parametrize("hosts", [2, 4])
-@pytest.mark.parametrize("pattern", [*OVERLAPPED, patterns.row_parallel])
-def test_every_deleted_wait_is_reported(pattern: Pattern, hosts: int) -> None:
-    sizes = {"M": 16} if pattern is patterns.row_parallel else {}
-    if sizes and hosts == 4:
-        pytest.skip("an allreduce is not overlapped if a host has one rank")
-    program = hi.lower(with_hosts(tiny(pattern, 4, 2, **sizes).program(), hosts), "hierarchical", 2)
+@pytest.mark.parametrize(
+    ("pattern", "ranks", "hosts"),
+    [
+        *((pattern, 4, hosts) for pattern in OVERLAPPED for hosts in (2, 4)),
+        (patterns.row_parallel, 4, 2),
+        (patterns.row_parallel, 8, 2),
+        (patterns.mlp, 8, 2),
+        (patterns.allgather_matmul_rows, 16, 2),
+        (patterns.row_parallel_scattered, 16, 2),
+    ],
+)
+def test_every_deleted_wait_is_reported(pattern: Pattern, ranks: int, hosts: int) -> None:
+    sizes = {"M": 4 * ranks} if pattern is patterns.row_parallel else {}
+    program = hi.lower(with_hosts(tiny(pattern, ranks, 2, **sizes).program(), hosts), "hierarchical", 2)
     assert hi.check(program) == []
     deleted = [mutant for mutant in mutants(program) if mutant.operator in WAITS]
     assert len(deleted) > 2
