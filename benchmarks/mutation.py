@@ -4,6 +4,7 @@
     python -m benchmarks.mutation --limit 0 --out benchmarks/results/mutation        all of them
     python -m benchmarks.mutation --only moe_layer --edits delete                    some programs and some edits
     python -m benchmarks.mutation --sums                 those of programs with `chain` and `low_latency`
+    python -m benchmarks.mutation --hosts                those of programs for several hosts
 
 A mutant is a correct program with one edit (`tests/judging/mutants.py`). It is *guilty* if some run on simulated ranks
 shows that it is wrong (`tests/judging/mutation.py`). The checker should reject every guilty mutant, and accept all
@@ -45,6 +46,7 @@ from tests.judging.mutation import (
     Verdict,
     edited_twice,
     every_mutant,
+    hierarchical,
     judge,
     originals,
     sample,
@@ -227,7 +229,7 @@ def add_selection(parser: argparse.ArgumentParser) -> None:
 
 def selected(options: argparse.Namespace) -> list[Program]:
     """Return the correct programs with the names of `--only`. Raises SystemExit if there is no such program."""
-    programs = sums() if options.sums else originals()
+    programs = sums() if options.sums else [*hierarchical()] if options.hosts else originals()
     names = sorted({p.name for p in programs})
     if unknown := [name for name in options.only or () if name not in names]:
         sys.exit(f"no program is called {', '.join(unknown)}; there are: {', '.join(names)}")
@@ -260,6 +262,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--limit", type=int, default=4000, help="number of mutants, the same from each kind of edit; 0 for all"
     )
     parser.add_argument("--sums", action="store_true", help="only programs of chain, and with sums by low_latency")
+    parser.add_argument("--hosts", action="store_true", help="only programs for several hosts")
     parser.add_argument("--seeds", type=int, default=200, help="schedules of each mutant (%(default)s)")
     parser.add_argument("--part", type=part, default=(1, 1), metavar="I/N", help="judge only the I-th of N parts")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop judging after this time")

@@ -2,7 +2,8 @@
 
 The times are those of the cost model for a machine without contention, slowed down. So a measured timeline shows who
 waits for whom, and nothing else. As on a GPU, the computations of a rank share its SMs, copies in one direction share a
-link, and a collective begins when its last rank comes. A computation that waits for flags holds no SMs here.
+link, and a collective begins when its last rank comes. A collective between hosts takes the time of their NICs. A
+computation that waits for flags or raises flags holds no SMs here.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -79,13 +80,19 @@ class Sleeper:
     Args:
         unrolled: the unrolled program of the rank.
         slower: the factor by which the times are longer than those of the cost model.
+        hardware: the constants of the cost model.
+        hosts: the ranks of each host; empty if all ranks share a host.
     """
 
-    def __init__(self, unrolled: UnrolledProgram, slower: float) -> None:
-        tasks = RankTasks(unrolled, Shared()).tasks
+    def __init__(
+        self, unrolled: UnrolledProgram, slower: float, hardware: Hardware, hosts: Sequence[Sequence[int]]
+    ) -> None:
+        tasks = RankTasks(unrolled, Shared(hosts=hosts)).tasks
         self.tasks = {id(task.op): task for task in tasks if task.launches}  # the others are flags of these
-        self.costs, self.slower = Costs(SLEEPING, KERNELS, 0.0), slower
+        self.costs, self.slower = Costs(hardware, KERNELS, 0.0), slower
         self.sms, self.links = InTurn(), {True: InTurn(), False: InTurn()}
+        if hosts:  # when this rank gets rows from a peer, so does the peer from this rank, over this rank's link out
+            self.links[False] = self.links[True]
 
     def sleep(self, microseconds: float, begin: float | None = None) -> None:
         """Sleep for some microseconds of the cost model, from `begin` or from now."""
@@ -156,12 +163,15 @@ class Sleeper:
 
 
 @contextlib.contextmanager
-def sleeping(slower: float) -> Iterator[None]:
-    """Let operations of gloo plans that are made in this context sleep, and compute nothing."""
+def sleeping(slower: float, hardware: Hardware = SLEEPING, hosts: Sequence[Sequence[int]] = ()) -> Iterator[None]:
+    """Let operations of gloo plans that are made in this context sleep, and compute nothing.
+
+    The arguments have the same meaning as in `Sleeper`.
+    """
     sleepers: dict[int, Sleeper] = {}
 
     def sleeper(dealer: LaneDealer) -> Sleeper:
-        return sleepers.setdefault(id(dealer.unrolled), Sleeper(dealer.unrolled, slower))
+        return sleepers.setdefault(id(dealer.unrolled), Sleeper(dealer.unrolled, slower, hardware, hosts))
 
     table: dict[type, Callable[[LaneDealer, Any, ThreadLane], None]] = {
         ComputeOp: lambda dealer, op, lane: sleeper(dealer).compute(dealer, op, lane),

@@ -26,6 +26,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "check": ("check",),
     "compiling": ("compiling",),
     "differential": ("differential", "differential_fp8"),
+    "hosts": ("hosts",),
     "judge": ("judge",),
     "llama_block": ("llama_block",),
     "matmul": ("matmul", "fp8_matmul"),
