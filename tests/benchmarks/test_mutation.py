@@ -70,7 +70,7 @@ def test_unknown_programs_and_edits_are_refused(arguments: list[str], problem: s
 
 @pytest.mark.usefixtures("two_programs")
 def test_programs_are_selected_by_name_and_mutants_by_edit() -> None:
-    options = Namespace(only=["mlp"], edits=["delete w", "delete join"])
+    options = Namespace(only=["mlp"], edits=["delete w", "delete join"], sums=False, hosts=False)
     (program,) = mutation.selected(options)
     assert program.name == "mlp"
     mutants = mutation.mutants_of([program], options)

@@ -1,11 +1,10 @@
-"""The compiler loads in under 0.15 s of CPU time, and without torch."""
+"""The compiler loads few modules, and no heavy ones such as torch."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -23,14 +22,6 @@ def fresh(code: str, *arguments: str, env: dict[str, str] | None = None) -> str:
 @pytest.mark.parametrize("module", ["hostir.ir", "hostir.lower.strategies", "hostir"])
 def test_an_import_loads_nothing_heavy(module: str) -> None:
     assert fresh(f"import sys, {module}; print(sorted({HEAVY} & set(sys.modules)))") == "[]"
-
-
-def test_the_intermediate_representation_loads_in_under_150_milliseconds(tmp_path: Path) -> None:
-    # CPU time does not include the work of other processes. Bytecode is cached, even if the tests run without.
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    environment["PYTHONPYCACHEPREFIX"] = str(tmp_path)
-    timed = "import time; t = time.process_time(); import hostir.ir; print(time.process_time() - t)"
-    assert min(float(fresh(timed, env=environment)) for _ in range(6)) < 0.15
 
 
 def test_the_intermediate_representation_loads_neither_passes_nor_rarely_used_modules() -> None:
