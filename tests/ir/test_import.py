@@ -14,8 +14,8 @@ from tests.launch import launch
 HEAVY = "{'torch', 'triton', 'lark', 'networkx', 'numpy', 'rich'}"
 
 
-def fresh(code: str, *arguments: str, env: dict[str, str] | None = None) -> str:
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True, env=env)
+def fresh(code: str, *arguments: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
     return done.stdout.strip()
 
 
