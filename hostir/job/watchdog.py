@@ -188,14 +188,19 @@ class Watchdog:
             time.sleep(PAUSE)
             self.links.pump()
             self.learn()
+        failure = self.noted(failure)
+        self.raised, self.acknowledged, self.disturbed = failure, True, True
+        return failure
+
+    def noted(self, failure: HostIRError) -> HostIRError:
+        """Return an error of this rank with notes about the rank that has died, and about another rank's failure."""
         theirs = self.first if self.first is not None and self.first.rank != self.rank else None
         ended = theirs is not None and self.died is not None and theirs.rank == self.died.rank  # its failure ended it
         causes = ("" if ended else self.loss(), theirs.words if theirs is not None else "")
         first, *rest = failure.diagnostics
         notes = tuple((None, f"first, {cause}") for cause in causes if cause and cause not in first.message)
-        failure = HostIRError(replace(first, notes=(*first.notes, *notes)), *rest) if notes else failure
-        self.raised, self.acknowledged, self.disturbed = failure, True, True
-        return failure
+        new = tuple(note for note in notes if note not in first.notes)
+        return HostIRError(replace(first, notes=(*first.notes, *new)), *rest) if new else failure
 
     def misalign(self, why: str) -> str:
         """Report to all ranks that a rank may run a call that another rank does not make, with the reason.
@@ -389,7 +394,7 @@ class Watchdog:
     def diagnostic(self, cause: str) -> Diagnostic:
         """Return the diagnostic that names this rank, its current statement and the cause."""
         if self.raised is not None:
-            return self.raised.diagnostics[0]
+            return self.noted(self.raised).diagnostics[0]
         plan = self.plan
         ops = plan.in_flight() if plan else []
         if plan is None or not ops:
@@ -443,7 +448,7 @@ class Watchdog:
 
     def terminated(self) -> NoReturn:
         self.learn()
-        words = self.first.words if self.first is not None else self.cause()
+        words = self.cause() or (self.first.words if self.first is not None else "")
         self.report(words or "SIGTERM, which a launcher sends to all ranks when one of them has ended")
         os._exit(128 + signal.SIGTERM)
 
