@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 
 from hostir.check.ordering.order import Order
 from hostir.check.tracing.tracer import Tracer
+from hostir.ir.host_ops import Select
 from hostir.ir.machine import Frame
 from hostir.ir.op import Bin, Expr, FlagOperand, Lit, Phase, Ref, Value, expr_values, rename_expr
 from hostir.ir.types import Kind
@@ -136,8 +138,16 @@ class PlaceExpressions:
         return [rename_expr(expr, dict.fromkeys(unknown, index)) for index in self.indices]
 
     def _slot_candidates(self) -> Iterator[Expr]:
-        """Yield candidates for a slot: slots that the program uses, literals, indices, and combinations of indices."""
-        yield from (use.slot for use in self._flag_operands() if use.slot is not None)
+        """Yield candidates for a slot.
+
+        They are slots that the program uses, these slots as seen from peers, indices at which the program selects a
+        part of a tensor, literals, indices in scope, and combinations of indices. A program often waits for the flag of
+        the part that it selects.
+        """
+        slots = list(dict.fromkeys(use.slot for use in self._flag_operands() if use.slot is not None))
+        yield from slots
+        yield from self._seen_from_peers(slots)
+        yield from dict.fromkeys(s.index for s in self.outline.program.walk() if isinstance(s, Select))
         count = self.flags.tensor.shape[0].bind(self.order.ranks[0].sizes)
         peers = (s.peer_place[0] for s in self.outline.program.walk() if s.peer_place is not None)
         parts: list[Expr] = [*map(Ref, self.indices), *(peer for peer in peers if isinstance(peer, Bin))]
@@ -148,6 +158,18 @@ class PlaceExpressions:
             for n in (n for n in range(2, count + 1) if count % n == 0):
                 yield Bin("%", v, Lit(n))
                 yield from (Bin("+", Bin("*", v, Lit(n)), w) for w in parts if w != v and n < count)
+
+    def _seen_from_peers(self, slots: Iterable[Expr]) -> Iterator[Expr]:
+        """Yield each of the slots with a peer in the place of the rank, and with the rank in the place of a peer.
+
+        A rank signals the slot of its own number, and each of its peers waits for the slot of the sender's number.
+        """
+        ranks = {over: Ref(index) for index, over in (s.place for s in self.outline.program.walk() if s.place)}
+        peers = [(peer, over) for peer, over in self.peers() if over in ranks and peer != ranks[over]]
+        for slot, (peer, over) in product(slots, peers):
+            for old, new in ((ranks[over], peer), (peer, ranks[over])):
+                if (changed := replaced(slot, old, new)) != slot:
+                    yield changed
 
     def _epoch_candidates(self, missing: set[RaisedSlot]) -> Iterator[Expr]:
         """Yield candidates for an epoch: epochs that the program uses, missing epochs, and a loop's index plus one."""
@@ -160,6 +182,15 @@ class PlaceExpressions:
         """Return the flag operands of all statements. Operands that use the row `flags` of this object come first."""
         operands = (use for s in self.outline.program.walk() for use in s.flag_operands)
         return sorted(operands, key=lambda use: use.flags != self.flags)
+
+
+def replaced(expr: Expr, old: Expr, new: Expr) -> Expr:
+    """Return a copy of an expression in which `new` stands in each place of `old`."""
+    if expr == old:
+        return new
+    if isinstance(expr, Bin):
+        return Bin(expr.op, replaced(expr.left, old, new), replaced(expr.right, old, new))
+    return expr
 
 
 def _rank(frame: Frame) -> int:

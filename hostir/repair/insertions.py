@@ -83,8 +83,7 @@ def for_finding(finding: Finding, outline: Outline, order: Order) -> Iterator[Ed
         yield from joins(outline)
         return
     first, second = finding.events[:2]
-    if first.rank != second.rank or _raises(first) or _raises(second):
-        yield from unawaited_signals(outline, order, first, second)
+    yield from unawaited_signals(outline, order, first, second)  # a rank may signal to itself, too
     if first.rank != second.rank:
         yield from barriers(outline, first, second)
     elif _issued(first) > _issued(second):
@@ -94,11 +93,6 @@ def for_finding(finding: Finding, outline: Outline, order: Order) -> Iterator[Ed
     yield from forks(outline, order, second)
     yield from joins(outline)
     yield from synchronizes(outline, first, second)
-
-
-def _raises(event: Event) -> bool:
-    """Return True if an event belongs to a kernel that sets a flag after each block of its result."""
-    return event.statement is not None and any(use.raises and use.rows for use in event.statement.flag_operands)
 
 
 def _issued(event: Event) -> tuple[int, int]:

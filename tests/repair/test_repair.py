@@ -15,7 +15,7 @@ from hostir.check.proof import analyse
 from hostir.ir.host_ops import For, FreeBuffer, SetStream, Synchronize, Wait
 from hostir.ir.onesided_ops import Barrier, Signal, WaitSignal
 from hostir.ir.op import Lit, Statement
-from hostir.ir.program import Program, stated_hosts
+from hostir.ir.program import Program, with_hosts
 from hostir.repair.places import without
 from hostir.repair.repair import difference, longest_chain, redundant, repair
 from tests.judging.mutants import called
@@ -183,15 +183,19 @@ def test_workers_are_forked_from_the_worker_that_waited_for_the_barrier() -> Non
 
 @pytest.mark.xdist_group("mutation")  # tests/test_mutation.py uses the same lowered programs
 def test_repairs_of_deleted_synchronisation_have_no_longer_chains() -> None:
-    """Repair a sample of the mutants; `python -m benchmarks.repair` repairs all of them.
-
-    The chains of repaired programs for several hosts may be longer, and these programs take long to repair.
-    """
-    programs = [program for program in originals() if not stated_hosts(program)]
-    pairs = {mutant.text: (original, mutant) for original, mutant in broken(programs[::8])}
+    """Repair a sample of the mutants; `python -m benchmarks.repair` repairs all of them."""
+    pairs = {mutant.text: (original, mutant) for original, mutant in broken(originals()[::8])}
     for mutant in sample([mutant for _, mutant in pairs.values()], 16):
         result = repaired(*pairs[mutant.text])
         assert result.good, f"@{mutant.name} {mutant.change}: {result.before} to {result.after} {result.why}"
+
+
+@pytest.mark.parametrize("slot", ["(%r_1 + (2 - %i)) % 2", "+ %i) % 2"])
+def test_a_wait_for_the_rows_of_each_peer_comes_back_with_its_slot(slot: str) -> None:
+    original = hi.lower(with_hosts(tiny(patterns.all_gather, 4, 2).program(), 2), "hierarchical", 2)
+    (mutant,) = [m for _, m in broken([original]) if m.operator == "delete wait_signal" and slot in str(m.change)]
+    result = repaired(original, mutant)
+    assert result.good, f"{mutant.change}: {result.before} to {result.after} {result.why}"
 
 
 def test_a_missing_signal_that_needs_several_statements_is_not_restored() -> None:
