@@ -17,7 +17,7 @@ READ = 184.0  # GB/s at which the kernel of `one_shot` reads from peers
 MOVE = 397.0  # GB/s of `two_shot`, counting bytes as for NCCL: those that leave a rank, and half of those that it keeps
 EXCHANGE = 3.5  # microseconds of `low_latency` with few bytes
 SEND = 300.0  # GB/s at which `low_latency` sends to peers and sums
-SHORT = 20.0  # microseconds of a sum by `low_latency` of which a matmul could hide little
+SHORT = 20.0  # microseconds: if a sum by `low_latency` takes no longer, a matmul could hide little of it
 SMALL_COPY = 5.2  # microseconds of a copy of few bytes within the GPU
 
 
@@ -60,7 +60,7 @@ def is_sooner(by: str, size: int, ranks: int) -> bool:
     """Return True if an all-reduce by `low_latency` is expected to take no longer than one by a kernel of torch's.
 
     torch's kernel finds its operand in symmetric memory. With `two_shot` it also overwrites the operand with the sum.
-    After `low_latency`, a copy does that. Its rate is that of an H100, so that all ranks get the same answer.
+    After `low_latency`, a copy does that. All ranks must get the same answer, so the copy has the rate of an H100.
 
     Args:
         by: torch's kernel, `one_shot` or `two_shot`.

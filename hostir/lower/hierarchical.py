@@ -77,8 +77,8 @@ def ordered(steps: Iterable[object]) -> set[tuple[str, str]]:
     """Return the teams inside hosts that need no barrier between two calls, because flags order the calls.
 
     A team is a pair: the name of the mesh, and the name of the mesh axis. A rank may put rows of the next call when its
-    peers have read the rows of this call. It knows that they have if it has waited for what they sent after that: in an
-    all-reduce, in another group, or in sums of what they have computed from gathered rows.
+    peers have read the rows of this call. It knows this if it has waited for data that they sent later: in an
+    all-reduce, in another group, or in sums that they have computed from the gathered rows.
     """
     uses: dict[tuple[str, str], set[tuple[int, type]]] = {}  # by team: the steps with its collectives, and their types
     for number, step in enumerate(steps):
