@@ -151,11 +151,32 @@ def _check_dtypes(x: Tensor, weights: Sequence[Tensor]) -> None:
         )
 
 
+def _shows_steps(weights: Sequence[Tensor]) -> bool:
+    """Return True if torch.compile traces this call, and can see its steps.
+
+    It cannot read `grad_dtype`, which only leaf tensors have. Then the call stays one operator.
+    """
+    return torch.compiler.is_dynamo_compiling() and not any(w.is_leaf and w.requires_grad for w in weights)
+
+
+def _wants_gradients(x: Tensor, weights: Sequence[Tensor]) -> bool:
+    # torch 2.13 cannot trace an autograd.Function of which no input requires gradients, if it has as many arguments as
+    # `forward` has parameters.
+    return torch.is_grad_enabled() and any(each.requires_grad for each in (x, *weights))
+
+
+def _grad_dtype_traced(b: Tensor) -> str:
+    """Return what `grad_dtype` returns for a tensor for which `_shows_steps` is True."""
+    return grad_dtype(b) if b.requires_grad else ""
+
+
 def column_linear(x: Tensor, weights: Sequence[Tensor], axis: int, group: str) -> list[Tensor]:
     """Return `all_gather(x) @ weight^T` for each weight. The call quantizes `x` and the weights to fp8."""
     _check_dtypes(x, weights)
-    if torch.compiler.is_dynamo_compiling():
-        return [*TracedColumnLinear.apply(axis, group, [grad_dtype(w) for w in weights], x, *weights)]
+    if _shows_steps(weights):
+        if not _wants_gradients(x, weights):
+            return _gathered(x, [w.t() for w in weights], axis, group)[2]
+        return [*TracedColumnLinear.apply(axis, group, list(map(_grad_dtype_traced, weights)), x, *weights)]
     *_, products = float8_column_linear.call(x, weights, axis, group)
     return products
 
@@ -163,8 +184,10 @@ def column_linear(x: Tensor, weights: Sequence[Tensor], axis: int, group: str) -
 def row_linear(x: Tensor, weight: Tensor, axis: int, group: str) -> Tensor:
     """Return `reduce_scatter(x @ weight^T)`. The call quantizes `x` and `weight` to fp8."""
     _check_dtypes(x, [weight])
-    if torch.compiler.is_dynamo_compiling():
-        return TracedRowLinear.apply(axis, group, grad_dtype(weight), x, weight)
+    if _shows_steps([weight]):
+        if not _wants_gradients(x, [weight]):
+            return _scattered(*quantize_rows(x), weight.t(), axis, group)
+        return TracedRowLinear.apply(axis, group, _grad_dtype_traced(weight), x, weight)
     y, *_ = float8_row_linear.call(x, weight, axis, group)
     return y
 
@@ -248,7 +271,8 @@ float8_row_linear.differentiate(_rows_backward, _rows_setup)
 class TracedColumnLinear(torch.autograd.Function):
     """`float8_column_linear` for torch.compile, which sees its steps.
 
-    So the kernel that produces x, such as a norm, can quantize it, and x need not be stored in 16 bits.
+    So the kernel that produces x, such as a norm, can quantize it, and x need not be stored in 16 bits. A weight whose
+    product is not used gets a gradient of zeros, and not None: torch.compile makes the missing gradients.
     """
 
     @staticmethod

@@ -10,6 +10,7 @@ import itertools
 import shutil
 import tempfile
 import warnings
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -405,6 +406,36 @@ def compiled_layers_in_fp8_quantize_by_aten_and_compute_what_eager_layers_do() -
         pairs += [(p.grad, q.grad) for p, q in zip(model.parameters(), eager.parameters(), strict=True)]
         for mine, true in pairs:
             torch.testing.assert_close(full(mine), full(true), rtol=0, atol=0)
+    torch._dynamo.reset()
+
+
+@case
+def compiled_layers_in_fp8_run_in_one_graph_however_their_weights_are_trained() -> None:
+    tp = tp_mesh()
+    eager = with_parameters_of_rank_0(Block(torch.float32))
+    columns = ColwiseParallel("a", "b", "c", input_layouts=Shard(0), fp8=True)
+    parallelize_module(eager, tp, {"": columns, "out": RowwiseParallel(output_layouts=Shard(0), fp8=True)})
+    x, w = part(replicated(32, 8), 0), nn.Parameter(replicated(16, 8))
+
+    def compiled(module: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        torch._dynamo.reset()
+        return torch.compile(module, fullgraph=True, backend="aot_eager")
+
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            torch.testing.assert_close(compiled(eager)(x), eager(x), rtol=0, atol=0)
+    for each in (eager.a, eager.b, eager.c, eager.out):
+        each.requires_grad_(False)
+    for layer in (x, leaf(x)):  # frozen weights, without and with a gradient of the input
+        torch.testing.assert_close(compiled(eager)(layer), eager(layer), rtol=0, atol=0)
+
+    def plain(x: Tensor, w: Tensor) -> Tensor:
+        return hi.torch.column_parallel_linear(x, w, tp, fp8=True)
+
+    w.grad_dtype = torch.float64
+    for run in (compiled(plain), plain):
+        run(x, w).sum().backward()
+    assert w.grad.dtype == torch.float64
     torch._dynamo.reset()
 
 
