@@ -17,7 +17,7 @@ from hostir.ir.comm_ops import LOW_LATENCY, ONE_SHOT, TWO_SHOT
 from hostir.ir.machine import Done, Ready, uncollected
 from hostir.ir.program import Program
 from hostir.ir.types import FP8
-from hostir.kernels.matmul.estimate import in_l2
+from hostir.kernels.matmul.estimate import IN_L2, right_bytes
 from hostir.kernels.matmul.tiles import MIN_OWN_ROWS, Gemm
 from hostir.machines.normed import NormedSum
 from hostir.machines.pushes import PushedProduct, Pushes
@@ -324,7 +324,7 @@ class RankTasks:
         self.communications: dict[int, CostTask] = {}  # by the handle of the communication
         self.counts: Counter[Any] = Counter()  # the number of collectives and barriers of each team so far
         self.in_workspace = workspace_buffers(unrolled)
-        self.rights: set[tuple[Any, ...]] = set()  # the right operands that matmuls have read so far, and L2 holds
+        self.in_l2: dict[Any, int] = {}  # the bytes of the right operands that L2 holds, the latest read last
         self.stream = CALLER
         self.launches: dict[str, int] = {}  # the operations that the host has issued since the latest task
         runs = Pushes.of(unrolled)
@@ -400,14 +400,19 @@ class RankTasks:
             layouts = self.unrolled.layouts
             adds = any(layouts[register] == layouts[op.out] for register in op.operands[2:])
             task.added = adds * self.registers.bytes[op.out]
-        if isinstance(work, Gemm) and in_l2(work):
-            right = self.unrolled.layouts[op.operands[1]]
-            task.cached = right in self.rights
-            self.rights.add(right)
+            task.cached = self.reads_l2(layouts[op.operands[1]], right_bytes(work))
         if ready is not None:
             self.wait_for_blocks(task, op, ready)
         if op.done is not None:
             self.raise_flags(task, op, op.done)
+
+    def reads_l2(self, right: Any, size: int) -> bool:
+        """Return True if a matmul finds its right operand of `size` bytes in L2. Record that L2 then holds it."""
+        cached = self.in_l2.pop(right, None) is not None
+        self.in_l2[right] = size
+        while sum(self.in_l2.values()) > IN_L2:
+            del self.in_l2[next(iter(self.in_l2))]
+        return cached
 
     def wait_for_blocks(self, task: CostTask, op: ComputeOp, ready: Ready) -> None:
         """Make a task wait, while it runs, for the flags of its blocks."""

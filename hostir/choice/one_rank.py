@@ -25,7 +25,7 @@ from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
 from hostir.plan.communications import Flight
 from hostir.plan.operations import SignalOp
-from hostir.plan.unroll import Unroller
+from hostir.plan.unroll import StreamValue, Unroller
 from hostir.plan.unrolled import RegisterView, UnrolledProgram
 
 
@@ -101,6 +101,11 @@ class ForAll(Unroller):
                 self.flags.add(row, (firsts + turn) % done.blocks)
             done = replace(done, first=at(done.first, 0))
         super().compute(computation, out, operands, options, ready, done)
+
+    def stream_number(self, stream: StreamValue | int) -> int:
+        if isinstance(stream, PerRank):
+            raise UnlikeError
+        return super().stream_number(stream)
 
     def row(self, flags: RegisterView, epoch: Any) -> int:
         """Return the buffer of a row of flags.

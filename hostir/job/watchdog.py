@@ -175,7 +175,8 @@ class Watchdog:
 
         If another rank has failed before or has died, the error gets a note about this. `abandoned` is True if peers
         may wait for the rest of this rank's call. Then the failure may come from the death of a rank, and this rank
-        waits a moment to hear of it: a lost connection is noticed before the end of a process.
+        waits a moment to hear of it: a lost connection is noticed before the end of a process. It does not wait if the
+        call has failed on all ranks.
         """
         if isinstance(failure, MisalignedError):  # all ranks know it already
             return failure
@@ -184,7 +185,7 @@ class Watchdog:
         self.links.await_own()
         self.learn()
         heard_by = time.monotonic() + LOSS
-        while abandoned and self.died is None and time.monotonic() < heard_by:
+        while abandoned and self.first is not None and self.died is None and time.monotonic() < heard_by:
             time.sleep(PAUSE)
             self.links.pump()
             self.learn()

@@ -69,6 +69,9 @@ class TensorParallelExperts(ParallelStyle):
         elif in_one:
             parameters = _of_both(place, stored)
             stored = replace(stored, gate=f"{in_one}_gate", up=f"{in_one}_up")
+            if taken := [name for name in (stored.gate, stored.up) if hasattr(module, name)]:
+                what = f"{place} has '{taken[0]}' already, the name of a half of '{in_one}' once it is sharded"
+                raise error(what, user_span(), expected="a module without this name")
         else:
             parameters = _of_module(place, stored)
         gate, up, down = matrices = stored.matrices(parameters)

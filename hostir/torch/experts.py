@@ -216,7 +216,7 @@ class GroupedExperts(ShardedExperts):
         super().__init__()
         mesh, group = mesh_of(mesh, "experts")
         for name, number in (("experts", experts), ("features", features), ("hidden", hidden)):
-            if not isinstance(number, int) or number < 1:
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 raise error(f"{name}={described(number)}", user_span(), expected="a positive integer")
         check_hidden(hidden, mesh)
         for name, inputs, outputs in (

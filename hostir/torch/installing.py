@@ -87,10 +87,11 @@ def install(*, strict: bool = False, strategy: str = AUTO, tune: float | None = 
     The operators are `fused_all_gather_matmul`, `fused_matmul_reduce_scatter`, `fused_all_gather_scaled_matmul`,
     `fused_scaled_matmul_reduce_scatter`, `_low_contention_all_gather`, `_low_contention_reduce_scatter`,
     `one_shot_all_reduce` and `two_shot_all_reduce_`. hostir runs every call of `torch.ops.symm_mem.NAME`, in eager code
-    and in compiled graphs, with one exception: with the strategy `auto`, torch runs the all-reduces that its kernel is
-    expected to compute faster. The first six operators also get gradients, unless they have scales. If hostir cannot
-    run a call, torch's function runs it, and a `hi.FallbackWarning` gives each reason once. `uninstall()`, or the end
-    of `with install():`, gives the operators back to torch. Another call of `install` changes the settings.
+    and in compiled graphs, with two exceptions: with the strategy `auto`, torch runs the all-reduces that its kernel is
+    expected to compute faster, and torch.compile cannot trace `two_shot_all_reduce_`. The first six operators also get
+    gradients, unless they have scales. If hostir cannot run a call, torch's function runs it, and a
+    `hi.FallbackWarning` gives each reason once. `uninstall()`, or the end of `with install():`, gives the operators
+    back to torch. Another call of `install` changes the settings.
 
     hostir also replaces two Python functions of `torch.distributed._symmetric_memory`, which vLLM calls with
     FlashInfer's matmul: `_fused_all_gather_matmul_impl` and `_fused_scaled_matmul_reduce_scatter_impl`. If one of these

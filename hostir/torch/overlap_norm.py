@@ -7,6 +7,7 @@ multiplied only after that, the operator normalizes without a weight, and the mu
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -61,7 +62,7 @@ def residual_norm_after(total: Node) -> ResidualNorm | None:
     for normed, weight, eps in _norms(user):
         fits = weight is None or (equal(shape_of(weight), shape_of(user)[-1:]) and value(weight).dtype in dtypes)
         if fits and value(normed).dtype in dtypes and (weight is None or not depends(weight, user)):
-            return ResidualNorm(user, residual, normed, weight, eps)
+            return ResidualNorm(user, residual, normed, weight, eps) if 0 <= eps < math.inf else None
     return None
 
 

@@ -13,6 +13,7 @@ from hostir.choice.hardware import H100
 from hostir.choice.simulation import estimates
 from hostir.ir.program import Program, with_hosts
 from hostir.job.hosts import equal_hosts
+from hostir.kernels.matmul.tiles import Gemm
 from tests.counting import calls_of
 
 HEAD = "hostir 1\nmesh @mesh [didx] = 0 1 2 3\n"
@@ -47,6 +48,34 @@ def simulated(program: Program, hosts: int = 1) -> tuple[int, bool]:
     tasks, every = (tasks(program, {}, on_hosts) for tasks in (tasks_to_simulate, tasks_of))
     equal = all(estimates(tasks, H100, k) == pytest.approx(estimates(every, H100, k)) for k in ("cublas", "triton"))
     return len({task.rank for task in tasks}), equal
+
+
+def test_ranks_that_use_different_streams_are_all_simulated() -> None:
+    text = """program @streams(%a: f32[4@didx, 64]) -> (%b) streams 2 {
+  %user = current_stream
+  %r = rank of %a over didx
+  %b: f32[4@didx, 64] = allocate
+  for %s in 0..2 { set_stream %s   synchronize %user }
+  set_stream %r % 2
+  relu %a -> %b
+  set_stream %user
+  for %s in 0..2 { synchronize %s }
+}
+"""
+    assert simulated(hi.parse(HEAD + text)) == (4, True)
+
+
+def test_right_operands_stay_in_l2_until_others_take_their_place() -> None:
+    with hi.Fusion("products") as fusion:
+        mesh = hi.DeviceMesh([0])
+        x, *weights = (hi.tensor(name, [4096, 4096], "bf16") for name in ("x", "a", "b"))  # 32 MiB each
+        small = hi.tensor("small", [4096, 1024], "bf16")
+        for each in (x, small, *weights):
+            each.set_device_mesh(mesh)
+        for right in (weights[0], weights[0], weights[1], weights[0], small, small):
+            fusion.output(hi.matmul(x, right))
+    tasks = tasks_of(hi.lower(fusion, "sequential"), {})
+    assert [task.cached for task in tasks if isinstance(task.work, Gemm)] == [False, True, False, False, False, True]
 
 
 @pytest.mark.parametrize("strategy", ONE_RANK)

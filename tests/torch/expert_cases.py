@@ -216,6 +216,8 @@ def a_style_refuses_modules_that_it_would_not_compute() -> None:
     sharded = parallelize_module(Experts(), tp_mesh(), style())
     odd = nn.ModuleList(Expert() for _ in range(2))
     odd[1].w1 = odd[1].w3 = nn.Linear(FEATURES, 2, bias=False)
+    named = CombinedExperts()
+    named.gate_up_proj_up = nn.Parameter(torch.zeros(1))
     for module, plan, problem in (
         (Experts(activation=F.gelu), style(), r"does not compute down\(silu\(gate\(x\)\) \* up\(x\)\)"),
         (Experts(("up", "gate", "down")), style(), "does not compute"),
@@ -238,6 +240,7 @@ def a_style_refuses_modules_that_it_would_not_compute() -> None:
         (CombinedExperts(), style(**COMBINED | {"down": "down"}, transposed=True), "has no parameter 'down'"),
         (CombinedExperts(), style(**COMBINED), "(?s)has gate_up_proj .5, .*., down_proj.*features, 2 "),
         (CombinedExperts(), style(**COMBINED | {"down": "gate_up_proj"}, transposed=True), "has gate_up_proj .5, "),
+        (named, style(**COMBINED, transposed=True), "has 'gate_up_proj_up' already"),
         (Experts().to("meta"), style(), "is on meta"),
     ):
         with pytest.raises(hi.HostIRError, match=problem):
@@ -320,7 +323,7 @@ def arguments_that_do_not_fit_are_refused() -> None:
             hi.torch.expert_mlp(*arguments, group())
     with pytest.raises(hi.HostIRError, match="ranks do not divide the hidden features"):
         hi.torch.GroupedExperts(EXPERTS, FEATURES, HIDDEN * RANKS + 1, tp_mesh())
-    for number in (0, "5"):
+    for number in (0, True, "5"):
         with pytest.raises(hi.HostIRError, match=f"(?s)experts={number!r}.*expected: a positive integer"):
             hi.torch.GroupedExperts(number, FEATURES, HIDDEN * RANKS, tp_mesh())
 

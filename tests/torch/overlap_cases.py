@@ -629,6 +629,7 @@ def sums_whose_norm_differs_or_that_are_needed_elsewhere_keep_their_norm() -> No
         lambda x, r: normed_as_in_torch(summed(x).float(), r.float(), w)[0].bfloat16(),  # the residual is in f32
         lambda x, r: normed_as_in_torch(summed(x), r[0], None),
         lambda x, r: normed_as_in_torch(funcol.all_reduce(x, "max", group()), r, None),
+        lambda x, r: torch.nn.functional.rms_norm(summed(x) + r, (16,), None, -1e-6),
         used_twice,
         over_columns,
         centered,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -126,3 +127,20 @@ def test_sums_of_a_few_rows_are_sooner_by_low_latency_and_the_limit_is_one_size(
     assert sooner[0]
     assert sooner == sorted(sooner, reverse=True)
     assert all(sooner) == (by == "one_shot")
+
+
+def test_the_page_names_the_limits_of_the_two_shot_kernel() -> None:
+    limits = [max(n for n in range(1024, 4 << 20, 1024) if is_sooner("two_shot", n, ranks)) for ranks in (2, 4, 8)]
+    two, four, eight = (f"{limit / 1e6:.2f} MB" for limit in limits)
+    page = " ".join((Path(__file__).parents[2] / "docs/torch.md").read_text().split())
+    assert f"The two-shot kernel is replaced up to {two} on 2 ranks, {four} on 4, and {eight} on 8." in page
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_an_input_that_requires_gradients_gets_the_sum_without_them(ran: list[str], name: str) -> None:
+    x = torch.ones(4, 8, dtype=BF16, requires_grad=True)
+    with hi.torch.install():
+        y = getattr(torch.ops.symm_mem, name)(x, "sum", "0")
+    assert ran == ["hostir"]
+    assert y.shape == x.shape
+    assert name == "one_shot_all_reduce" or y is x

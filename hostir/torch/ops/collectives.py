@@ -284,14 +284,24 @@ class TakenOverSum(TakenOver):
         return reduced(OperatorCall(self.name, group_name), x)
 
     def kernel(self, *args: Any, **options: Any) -> Any:
-        x, _, group_name = args
+        x, reduce_op, group_name = args
+        given = x.detach()  # as with torch's kernels, no gradients pass
+        result = self.run(given, reduce_op, group_name, **options)
+        if not self.in_place:
+            return result
+        if result is not given:
+            given.copy_(result)
+        return x
+
+    def run(self, x: Tensor, reduce_op: str, group_name: Any, **options: Any) -> Any:
+        """Return the sum of `x`, by hostir or by torch. torch's kernel may overwrite `x`, and then returns `x`."""
+        args = x, reduce_op, group_name
         if torchs.is_kept(self.short_name, x.device):
             if not _is_symmetric(x, group_name):
                 return self.refuse("its input is not in symmetric memory", args, options)
             if why := self.why_torch(x, _get_group_size_by_name(group_name)):
                 return run_by_torch(self.name, group_name, why, lambda: self.own(*args))
-        result = super().kernel(*args, **options)
-        return x.copy_(result) if self.in_place and result is not x else result
+        return super().kernel(*args, **options)
 
     def refuse(self, why: str, args: Sequence[Any], options: Any) -> Any:
         kept = torchs.is_kept(self.short_name, args[0].device)
