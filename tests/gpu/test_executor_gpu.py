@@ -13,7 +13,7 @@ from hostir.call.executor import Executor
 from hostir.ir import parse
 from hostir.ir.source import HostIRError
 from hostir.job import symmetric
-from hostir.kernels.matmul import matmul
+from hostir.kernels.matmul import kernel, matmul
 from hostir.machines.cuda.machine import CudaPlan
 from hostir.machines.cuda.streams import queues
 from hostir.machines.trace import Trace
@@ -322,7 +322,7 @@ def test_a_first_call_compiles_its_kernels_before_the_plan_runs(monkeypatch: pyt
         triton.knobs.runtime, "jit_post_compile_hook", lambda **details: compiled.append(details["repr"])
     )
     monkeypatch.setattr(matmul, "_launches", {})
-    matmul.matmul_kernel.device_caches.clear()
+    kernel.matmul_kernel.device_caches.clear()
     run, compiled_before_run = CudaPlan.run, list[int]()
 
     def count_and_run(plan: CudaPlan, *tensors: Any, **options: Any) -> Any:

@@ -60,7 +60,7 @@ def test_split_tiles_keep_their_workspace_outside_the_pool(monkeypatch: pytest.M
 
     def product() -> Sequence[torch.Tensor]:
         c = torch.empty(64, 128, dtype=torch.bfloat16)
-        matmul(c, a, b)
+        matmul(a, b, c)
         return [c]
 
     assert keeps_only_results(product)

@@ -295,7 +295,8 @@ def new_numbers_of_tokens_need_no_more_memory() -> None:
         every = DEVICE == "cuda" and strategy == "auto"
         with hi.torch.install(strict=True, strategy=strategy), torch.no_grad():
             for step in range(1, 201):
-                tokens = {1: 256, 2: 1}.get(step, draw.randrange(1, 256))  # one row a rank needs another program
+                # The first steps need all programs and workspaces: of every range of sizes, and of one row a rank.
+                tokens = 256 >> (step - 1) if step <= 9 else draw.randrange(1, 256)
                 x = torch.randn(tokens * RANKS, width, generator=generator)
                 for layer in range(LAYERS) if every else [step % LAYERS]:
                     h = column_parallel_linear(part(x, 0), part(up[layer], 0), group())
