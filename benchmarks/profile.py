@@ -1,6 +1,10 @@
 """Draw pictures of pipelined runs on the GPU: the kernels on their streams, from the CUDA profiler.
 
     torchrun --standalone --nproc-per-node 8 -m benchmarks.profile --out docs/images
+    torchrun --standalone --nproc-per-node 2 -m benchmarks.profile --out benchmarks/results/2xH100 --only sum
+
+`--only sum` draws the pictures whose names begin with `sum`. For each picture, the kernels are also printed, with their
+starts and durations.
 
 The pictures show runs of rank 0. The runs are replayed from CUDA graphs, so that launch times do not count.
 """
@@ -44,9 +48,16 @@ def kernels(work: Callable[[], None]) -> list[tuple[str, int, float, float]]:
     ]
 
 
+PATTERNS = {
+    "allgather": patterns.allgather_matmul,
+    "reduce_scatter": patterns.row_parallel_scattered,
+    "all_reduce": patterns.row_parallel,
+}
+
+
 @dataclass(frozen=True)
 class Picture:
-    """A picture to draw. `pattern` is allgather or reduce_scatter; N and K are the extents on one rank."""
+    """A picture to draw. `pattern` is a key of `PATTERNS`; N and K are the extents on one rank."""
 
     file: str
     pattern: str
@@ -57,19 +68,18 @@ class Picture:
     streams: int
     delays: bool = True
     strategy: str = "pipeline"
+    kernels: str = "aten"
 
     def __str__(self) -> str:
         strategy = f"{self.slices} slices" if self.strategy == "pipeline" else self.strategy
         without = "" if self.delays else ", without delay"
-        return f"{self.pattern} and matmul, {self.M}x{self.N}x{self.K} a rank, {strategy}{without}"
+        by = f", {self.kernels}" if self.kernels != "aten" else ""
+        return f"{self.pattern} and matmul, {self.M}x{self.N}x{self.K} a rank, {strategy}{by}{without}"
 
     def program(self, ranks: int) -> hi.Program:
         """Return the program. If `delays` is False, its `delay` statements are removed, to show their effect."""
-        sizes = {"ranks": ranks, "S": self.slices, "M": self.M, "N": self.N, "dtype": "bf16"}
-        if self.pattern == "allgather":
-            fusion = patterns.allgather_matmul(K=self.K, **sizes)
-        else:
-            fusion = patterns.row_parallel_scattered(K=self.K * ranks, **sizes)
+        k = self.K if self.pattern == "allgather" else self.K * ranks
+        fusion = PATTERNS[self.pattern](ranks=ranks, S=self.slices, M=self.M, N=self.N, K=k, dtype="bf16")
         program = hi.lower(fusion, self.strategy, streams=self.streams)
         if self.delays:
             return program
@@ -82,8 +92,19 @@ PICTURES = (
     Picture("without-delay.svg", "allgather", 8192, 1792, 4096, slices=2, streams=2, delays=False),
     Picture("reduce-scatter.svg", "reduce_scatter", 8192, 8192, 3584, slices=2, streams=2),
     Picture("small.svg", "reduce_scatter", 4096, 4096, 1792, slices=2, streams=2),
-    Picture("fused.svg", "allgather", 4096, 3584, 8192, slices=1, streams=1, strategy="fused"),
-    Picture("fused-small.svg", "allgather", 4096, 1792, 4096, slices=1, streams=1, strategy="fused"),
+    Picture("fused.svg", "allgather", 4096, 3584, 8192, slices=1, streams=1, strategy="fused", kernels="triton"),
+    Picture("fused-small.svg", "allgather", 4096, 1792, 4096, slices=1, streams=1, strategy="fused", kernels="triton"),
+    *[
+        Picture(f"sum-{name}-{m}-{strategy.split()[-1]}.svg", pattern, m, n, k, 1, streams, True, strategy, kernels)
+        for pattern, name, m, n, k, candidates in (
+            ("reduce_scatter", "8B", 2048, 4096, 1792, (("fused", 1, "triton"), ("ring", 1, "triton"))),
+            ("reduce_scatter", "8B", 8192, 4096, 1792, (("fused", 1, "triton"), ("chain", 2, "cublas"))),
+            ("reduce_scatter", "70B", 2048, 8192, 3584, (("fused", 1, "triton"), ("ring", 1, "triton"))),
+            ("reduce_scatter", "70B", 8192, 8192, 3584, (("fused", 1, "triton"), ("chain", 2, "cublas"))),
+            ("all_reduce", "70B", 16, 8192, 3584, (("push", 1, "triton"), ("sequential by low_latency", 1, "triton"))),
+        )
+        for strategy, streams, kernels in candidates
+    ],
 )
 
 
@@ -104,7 +125,7 @@ def draw(joined: Session, picture: Picture, folder: Path) -> None:
     """Profile one program, and write its picture on rank 0."""
     program, device = picture.program(joined.size), joined.device
     inputs = [torch.randn(bind_shape(v.tensor.local_shape, {}), device=device).bfloat16() for v in program.inputs]
-    executor = hi.Executor(program, kernels="triton" if picture.strategy == "fused" else "aten")
+    executor = hi.Executor(program, kernels=picture.kernels)
     replay = graphed(partial(executor, *inputs))
     spans = kernels(replay)
     if joined.rank == 0:
@@ -114,18 +135,22 @@ def draw(joined: Session, picture: Picture, folder: Path) -> None:
             trace.add(0, "communication" if "nccl" in name else lanes[stream], short(name), start, end)
         folder.mkdir(parents=True, exist_ok=True)
         trace.to_svg(folder / picture.file)
-        total = max(k[3] for k in spans) - min(k[2] for k in spans)
+        first = min(k[2] for k in spans)
+        total = max(k[3] for k in spans) - first
         print(f"{picture.file}: {len(spans)} kernels, {total * 1e6:.0f} us", flush=True)
+        for name, stream, start, end in sorted(spans, key=lambda k: k[2]):
+            print(f"    {(start - first) * 1e6:8.1f} {(end - start) * 1e6:8.1f} us  stream {stream}  {short(name)}")
 
 
 def main() -> None:
     """Draw all pictures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", default="", help="the beginning of the names of the pictures to draw (default: all)")
     options = parser.parse_args()
     with session("cuda") as joined:
         assert joined
-        for picture in PICTURES:
+        for picture in [each for each in PICTURES if each.file.startswith(options.only)]:
             draw(joined, picture, options.out)
 
 
