@@ -12,9 +12,11 @@ The pictures show runs of rank 0. The runs are replayed from CUDA graphs, so tha
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -30,22 +32,29 @@ from hostir.ir.types import bind_shape
 from hostir.job.session import Session, session
 from hostir.machines.trace import Trace
 
+BARRIER = "AllReduce", "at::native"  # parts of the names of a barrier's kernels
+RUNS = 10  # a picture shows the shortest of so many runs, in which no rank began much later than another
+
 
 def kernels(work: Callable[[], None]) -> list[tuple[str, int, float, float]]:
-    """Run `work` three times; return the name, stream, start and end (in seconds) of every kernel of the last run."""
+    """Run `work` several times; return the name, stream, start and end (in seconds) of each kernel of the fastest run.
+
+    All ranks return the kernels of their own fastest run.
+    """
     with profile(activities=[ProfilerActivity.CUDA]) as watched:
-        for _ in range(3):
-            dist.barrier()  # an allreduce on the device: ranks start together; kernels after the last one count
+        for _ in range(RUNS):
+            dist.barrier()  # an allreduce on the device: ranks start together, and it separates two runs
             work()
         torch.cuda.synchronize()
     events = watched.profiler.kineto_results.events()
     device = [e for e in events if e.device_type() == torch.autograd.DeviceType.CUDA and e.duration_ns() > 0]
-    begun = max(e.end_ns() for e in device if "AllReduce" in e.name())
-    return [
-        (e.name(), e.device_resource_id(), e.start_ns() * 1e-9, e.end_ns() * 1e-9)
-        for e in device
-        if e.start_ns() >= begun
+    ends = sorted(e.end_ns() for e in device if "AllReduce" in e.name())[-RUNS:]
+    runs = [
+        [e for e in device if begin <= e.start_ns() < end and not any(part in e.name() for part in BARRIER)]
+        for begin, end in pairwise([*ends, math.inf])
     ]
+    shortest = min(runs[1:], key=lambda run: max(e.end_ns() for e in run) - min(e.start_ns() for e in run))
+    return [(e.name(), e.device_resource_id(), e.start_ns() * 1e-9, e.end_ns() * 1e-9) for e in shortest]
 
 
 PATTERNS = {

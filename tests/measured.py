@@ -22,7 +22,7 @@ MAIN = 'if __name__ == "__main__":'
 NAMES: Mapping[str, tuple[str, ...]] = {
     "allgather_matmul": ("allgather_matmul",),
     "arrivals": ("arrivals",),
-    "all_reduce_norm": ("all_reduce_norm",),
+    "all_reduce_norm": ("all_reduce_norm", "all_reduce_norm_fp8"),
     "check": ("check",),
     "compiling": ("compiling",),
     "differential": ("differential", "differential_fp8"),
@@ -200,7 +200,11 @@ def regrets(data: dict[str, Any]) -> str:
 TABLES: Mapping[str, Callable[[dict[str, Any]], str]] = {
     **dict.fromkeys(("allgather_matmul_2", "matmul_reduce_scatter_2", "matmul_all_reduce_2", "mlp_2"), compared),
     **dict.fromkeys(
-        ("decode_2", "reshard_2", "all_reduce_norm_2", "scaled_matmul_2", "scaled_matmul_scatter_2"), compared
+        (
+            *("decode_2", "reshard_2", "all_reduce_norm_2", "all_reduce_norm_fp8_2"),
+            *("scaled_matmul_2", "scaled_matmul_scatter_2"),
+        ),
+        compared,
     ),
     "torch_operators_2": functions,
     "llama_block": blocks,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from hostir.call.executor import Executor
 from hostir.kernels.matmul import workspaces
 from hostir.kernels.matmul.matmul import matmul
 from tests.gpu.one_device import inputs_of, is_product, pipeline
+from tests.kernels.checking import tiles_of
 
 pytestmark = pytest.mark.usefixtures("on_gpu")
 
@@ -57,10 +59,11 @@ def test_split_tiles_keep_their_workspace_outside_the_pool(monkeypatch: pytest.M
     monkeypatch.setattr(workspaces, "_by_stream", {})
     monkeypatch.setattr(workspaces, "_for_graphs", {})
     a, b = torch.randn(64, 1 << 15).bfloat16(), torch.randn(1 << 15, 128).bfloat16()
+    tile = replace(tiles_of(torch.bfloat16, descriptors=False)[0], split=1 << 20, parts=2)
 
     def product() -> Sequence[torch.Tensor]:
         c = torch.empty(64, 128, dtype=torch.bfloat16)
-        matmul(a, b, c)
+        matmul(a, b, c, tile=tile)
         return [c]
 
     assert keeps_only_results(product)
