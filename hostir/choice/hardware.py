@@ -78,7 +78,7 @@ class Hardware:
         during_computation: the share of the rate of each collective that is left while a computation runs.
         copy: the fixed time of a copy by a copy engine.
         link: the rate of copies to a peer.
-        crowded: the share of `link` that is left while copies overlap.
+        crowded: the share of `link` that is left while copies with several peers overlap.
         push: the fixed time of a kernel that copies on some SMs.
         sm_rate: the rate at which each SM of this kernel stores to a peer. All its SMs together reach at most `link`.
         during_push: the share of its rate that a matmul keeps if it starts while a kernel copies on some SMs.

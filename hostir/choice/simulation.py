@@ -541,7 +541,8 @@ class Simulation:
             elif isinstance(a.task.work, CostCopy):
                 queues.setdefault((a.task.rank, a.task.work.to_peer), []).append(a)
         for queue in queues.values():
-            queue[0].rate = self.costs.hardware.crowded if len(queue) > 1 else 1.0
+            if len({a.task.work.peer for a in queue if isinstance(a.task.work, CostCopy)}) > 1:
+                queue[0].rate = self.costs.hardware.crowded
             for a in queue[1:]:
                 a.rate = 0.0
         for a in self.active:
