@@ -32,25 +32,25 @@ from hostir.ir.types import bind_shape
 from hostir.job.session import Session, session
 from hostir.machines.trace import Trace
 
-BARRIER = "AllReduce", "at::native"  # parts of the names of a barrier's kernels
 RUNS = 10  # a picture shows the shortest of so many runs, in which no rank began much later than another
 
 
 def kernels(work: Callable[[], None]) -> list[tuple[str, int, float, float]]:
     """Run `work` several times; return the name, stream, start and end (in seconds) of each kernel of the fastest run.
 
-    All ranks return the kernels of their own fastest run.
+    `work` must not run an allreduce by NCCL. Each rank returns its own fastest run.
     """
+    token = torch.zeros(1, device="cuda")
     with profile(activities=[ProfilerActivity.CUDA]) as watched:
         for _ in range(RUNS):
-            dist.barrier()  # an allreduce on the device: ranks start together, and it separates two runs
+            dist.all_reduce(token)  # ranks start together; on the device, this kernel separates two runs
             work()
         torch.cuda.synchronize()
     events = watched.profiler.kineto_results.events()
     device = [e for e in events if e.device_type() == torch.autograd.DeviceType.CUDA and e.duration_ns() > 0]
-    ends = sorted(e.end_ns() for e in device if "AllReduce" in e.name())[-RUNS:]
+    ends = sorted(e.end_ns() for e in device if "AllReduce" in e.name())
     runs = [
-        [e for e in device if begin <= e.start_ns() < end and not any(part in e.name() for part in BARRIER)]
+        [e for e in device if begin <= e.start_ns() < end and "AllReduce" not in e.name()]
         for begin, end in pairwise([*ends, math.inf])
     ]
     shortest = min(runs[1:], key=lambda run: max(e.end_ns() for e in run) - min(e.start_ns() for e in run))

@@ -37,7 +37,8 @@ class Chunks:
         streams: the maximum number of worker streams. Chunks between hosts use four streams.
         product: the product that makes the rows, if it is computed in chunks, too; else None.
         hosts: a mesh axis over which the sums are partial sums, too, because the ranks are on several hosts. An
-            allreduce between hosts completes the sums of a chunk before other ranks get them. Empty if there is none.
+            allreduce between hosts completes the sums of a chunk before other ranks get them. Empty if all ranks are on
+            one host.
     """
 
     def __init__(

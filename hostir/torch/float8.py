@@ -160,13 +160,13 @@ def _shows_steps(weights: Sequence[Tensor]) -> bool:
 
 
 def _wants_gradients(x: Tensor, weights: Sequence[Tensor]) -> bool:
-    # torch 2.13 cannot trace an autograd.Function of which no input requires gradients, if it has as many arguments as
-    # `forward` has parameters.
+    # If no input of an autograd.Function requires gradients, and it has as many arguments as `forward` has parameters,
+    # torch 2.13 cannot trace it.
     return torch.is_grad_enabled() and any(each.requires_grad for each in (x, *weights))
 
 
 def _grad_dtype_traced(b: Tensor) -> str:
-    """Return what `grad_dtype` returns for a tensor for which `_shows_steps` is True."""
+    """Return `grad_dtype` of a weight of a traced call, for which `_shows_steps` is True."""
     return grad_dtype(b) if b.requires_grad else ""
 
 

@@ -97,6 +97,18 @@ def test_copies_in_one_direction_do_not_overlap() -> None:
     assert two - one >= 2 * 1024 * 4096 / 1e3 / H200.link  # microseconds: the rate is in GB/s
 
 
+def test_only_copies_with_several_peers_slow_each_other_down() -> None:
+    def time_of(*peers: int) -> float:
+        text = "hostir 1\nmesh @mesh [didx] = 0 1 2\nprogram @p(%a: bf16[3@didx, 1024, 4096]) -> (%a) streams 2 {\n"
+        text += "  %user = current_stream\n  %r = rank of %a over didx\n"
+        for n, peer in enumerate(peers):
+            text += f"  %x{n}: bf16[3@didx, 1024, 4096] = allocate_symmetric\n  set_stream {n}\n"
+            text += f"  synchronize %user\n  put %a -> %x{n} at (%r + {peer}) % 3 over didx\n"
+        return estimates(hi.parse(text + "}\n"), {}, H200, "triton")[GRAPH]
+
+    assert time_of(1, 2) - time_of(1, 1) > 1024 * 4096 * 2 / 1e3 / H200.link * 0.3
+
+
 def test_a_wait_for_a_flag_ends_with_its_signal() -> None:
     before = "  %r = rank of %a over didx\n  %there: flag[1] = allocate_symmetric\n"
     signal = "  signal %there[0] = 1 at (%r + 1) % 2 over didx\n"
