@@ -1,7 +1,7 @@
 """Draw pictures of pipelined runs on the GPU: the kernels on their streams, from the CUDA profiler.
 
     torchrun --standalone --nproc-per-node 8 -m benchmarks.profile --out docs/images
-    torchrun --standalone --nproc-per-node 2 -m benchmarks.profile --out benchmarks/results/2xH100 --only sum
+    torchrun --standalone --nproc-per-node 2 -m benchmarks.profile --out docs/images --only sum
 
 `--only sum` draws the pictures whose names begin with `sum`. For each picture, the kernels are also printed, with their
 starts and durations.
@@ -32,13 +32,13 @@ from hostir.ir.types import bind_shape
 from hostir.job.session import Session, session
 from hostir.machines.trace import Trace
 
-RUNS = 10  # a picture shows the shortest of so many runs, in which no rank began much later than another
+RUNS = 10  # a picture shows the fastest of these runs, without the first one
 
 
 def kernels(work: Callable[[], None]) -> list[tuple[str, int, float, float]]:
     """Run `work` several times; return the name, stream, start and end (in seconds) of each kernel of the fastest run.
 
-    `work` must not run an allreduce by NCCL. Each rank returns its own fastest run.
+    The fastest run is the one with the shortest time of the slowest rank. `work` must not run an allreduce by NCCL.
     """
     token = torch.zeros(1, device="cuda")
     with profile(activities=[ProfilerActivity.CUDA]) as watched:
@@ -53,8 +53,12 @@ def kernels(work: Callable[[], None]) -> list[tuple[str, int, float, float]]:
         [e for e in device if begin <= e.start_ns() < end and "AllReduce" not in e.name()]
         for begin, end in pairwise([*ends, math.inf])
     ]
-    shortest = min(runs[1:], key=lambda run: max(e.end_ns() for e in run) - min(e.start_ns() for e in run))
-    return [(e.name(), e.device_resource_id(), e.start_ns() * 1e-9, e.end_ns() * 1e-9) for e in shortest]
+    assert len(runs) == RUNS, "the work runs allreduces itself, or there is one rank"
+    times = [max(e.end_ns() for e in run) - min(e.start_ns() for e in run) for run in runs]
+    slowest = torch.tensor(times, device="cuda")
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    fastest = runs[1 + int(slowest[1:].argmin())]
+    return [(e.name(), e.device_resource_id(), e.start_ns() * 1e-9, e.end_ns() * 1e-9) for e in fastest]
 
 
 PATTERNS = {
@@ -157,9 +161,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", default="", help="the beginning of the names of the pictures to draw (default: all)")
     options = parser.parse_args()
+    pictures = [each for each in PICTURES if each.file.startswith(options.only)]
+    if not pictures:
+        parser.error(f"no picture begins with {options.only!r}; there are {', '.join(each.file for each in PICTURES)}")
     with session("cuda") as joined:
         assert joined
-        for picture in [each for each in PICTURES if each.file.startswith(options.only)]:
+        for picture in pictures:
             draw(joined, picture, options.out)
 
 

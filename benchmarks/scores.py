@@ -185,13 +185,16 @@ def _scattered_target(row: Result) -> Target:
 def _reduced_target(row: Result) -> Target:
     if row["ranks"] not in SCATTERED_MUST:
         return None, None
+    alike = fastest(row["times"], ours=False, modes=modes_of(row))
     if row["M"] in FEW:
-        return _peer_target(row, (_two_shot(row, (GRAPH,)), 1.0, REDUCED_GOAL.get(row["model"], 1.0)))
-    return _peer_target(row, (fastest(row["times"], ours=False, modes=modes_of(row)), 1.05, 1.25))
+        goal = REDUCED_GOAL.get(row["model"], 1.0)
+        return _peer_target(row, (_two_shot(row, (GRAPH,)), 1.0, goal), (alike, OF_BEST_PEER, 1.0))
+    return _peer_target(row, (alike, 1.05, 1.25))
 
 
 def _decoded_target(row: Result) -> Target:
-    return _peer_target(row, (_two_shot(row, modes_of(row)), 1.0, 1.04))
+    alike = fastest(row["times"], ours=False, modes=modes_of(row))
+    return _peer_target(row, (_two_shot(row, modes_of(row)), 1.0, 1.04), (alike, OF_BEST_PEER, 1.0))
 
 
 def _two_shot(row: Result, modes: tuple[str, ...]) -> tuple[str, str, float] | None:

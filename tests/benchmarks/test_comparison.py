@@ -366,7 +366,8 @@ def test_all_reduce_has_small_and_large_rows() -> None:
     few = figures("all_reduce", Row("70B", 16, 8192, 3584))
     few["times"][TWO_SHOT] = {"ours": False, "eager": 90.0, "graph": 130.0, "error": 1.0}
     row = scored(few)
-    assert (row["must"], row["goal"], row["met"]) == (round(100 / 130, 4), round(1.06 * 100 / 130, 4), True)
+    # 0.98 of the best peer is more than two-shot, and 1.06 of two-shot is the goal.
+    assert (row["must"], row["goal"], row["met"]) == (round(0.98 * 100 / 125, 4), round(1.06 * 100 / 130, 4), True)
 
 
 # Scores -----------------------------------------------------------------------------------------------------------
