@@ -135,8 +135,14 @@ class UnrolledProgram:
 
     @cached_property
     def _touching(self) -> frozenset[int]:
-        remote = {x for x in range(len(self.buffers)) if self.owner(x) != self.rank}
+        remote = self.remote
         return frozenset(id(op) for op in self.ops if op.of_team or not remote.isdisjoint((*op.reads, *op.writes)))
+
+    @cached_property
+    def remote(self) -> frozenset[int]:
+        """The registers of tensors and flags in the memory of peers."""
+        peers = {register for register, op in self.symmetric.items() if op.rank != self.rank}
+        return frozenset([x for x, buffer in enumerate(self.buffers) if buffer in peers])
 
     def text(self, op: Op) -> str:
         """Return the text of an operation's statement, in one line."""

@@ -1,4 +1,4 @@
-"""Small kernels that set flags: a signal to a peer, and the reset of all flags at the end of a call.
+"""Small kernels that set flags: a signal to a peer, and the end of a call.
 
 A stream can raise a flag without an SM, by a memory operation. But the operation waits until everything that its GPU is
 sending to peers has arrived. So it cannot overlap a copy, and takes 3 us between two copies on an H200. The signal
@@ -8,7 +8,7 @@ kernel waits only for the earlier work of its stream, and copies of other stream
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -20,6 +20,7 @@ from hostir.kernels.devices import (
     bind_thread,
     launching,
     load,
+    only_loads,
 )
 
 
@@ -68,44 +69,68 @@ def loaded(
     return None if compiled is None else _compiled.setdefault(key, compiled)
 
 
-@triton.jit(do_not_specialize=["flag_count", "credit_count"])
-def _reset_flags(flags, credits, flag_count, credit_count, FLAGS: tl.constexpr, CREDITS: tl.constexpr):
-    """Set the int64 at each address in `flags` to 0, then add 1 to the int64 at each address in `credits`."""
-    number = tl.arange(0, FLAGS)
-    address = tl.load(flags + number, mask=number < flag_count, other=0).to(tl.pointer_type(tl.int64))
-    tl.store(address, tl.zeros((FLAGS,), tl.int64), mask=number < flag_count)
+@triton.jit
+def _end_call(table, SIZE: tl.constexpr):
+    """Set the int64 at each address in the first half of a table to 0; then add 1 at each address in the second half.
+
+    Each half has SIZE addresses. An address of 0 stands for none.
+    """
+    number = tl.arange(0, SIZE)
+    flags, credits = tl.load(table + number), tl.load(table + SIZE + number)
+    tl.store(flags.to(tl.pointer_type(tl.int64)), tl.zeros((SIZE,), tl.int64), mask=flags != 0)
     tl.debug_barrier()  # orders the stores of all threads before the release by one thread
-    number = tl.arange(0, CREDITS)
-    address = tl.load(credits + number, mask=number < credit_count, other=0).to(tl.pointer_type(tl.int64))
-    tl.atomic_add(address, 1, mask=number < credit_count, sem="release", scope="sys")
+    tl.atomic_add(credits.to(tl.pointer_type(tl.int64)), 1, mask=credits != 0, sem="release", scope="sys")
 
 
-class FlagResetKernel:
-    """A kernel for the end of a call: it resets this rank's flags and then grants credits, on the current stream.
+@triton.jit
+def end_call(ending, SIZE: tl.constexpr):
+    """Count this program as done. The last program of the launch ends the call, as `CallEnd` does."""
+    tl.debug_barrier()  # all reads of this program come before the arrival that one thread signals
+    if tl.atomic_add(ending.arrived, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
+        tl.store(ending.arrived, 0)
+        _end_call(ending.table, SIZE)
 
-    A credit is the right of a peer to signal this rank's flags again. See hostir.machines.cuda.flow_control. A stream
-    could do this without an SM, but would take almost a microsecond for each flag.
+
+class Ending(NamedTuple):
+    """The fields of a `CallEnd` that a kernel needs: the addresses of its table and of its counter."""
+
+    table: Any
+    arrived: Any
+
+
+class CallEnd:
+    """The end of a call: this rank's flags are reset, and then credits are granted.
+
+    A credit is the right of a peer to signal this rank's flags again. See hostir.machines.cuda.flow_control. Either the
+    last kernel that waits for flags does this when it ends, or a call of this object launches a kernel of its own on
+    the current stream. A stream could do it without an SM, but would take almost a microsecond for each flag.
 
     Args:
         device: this rank's device.
         flags: addresses of int64 flags, which are set to 0.
         credits: addresses of int64 counters of peers, which are then increased by 1.
+
+    Fields:
+        size: the number of addresses in each half of `table`, see `_end_call`.
+        arrived: the number of programs of a launch that have ended; 0 between launches.
     """
 
     def __init__(self, device: torch.device, flags: Sequence[int], credits: Sequence[int]) -> None:
         self.device = device
-        self.addresses = [torch.tensor([*row, 0], dtype=torch.int64, device=device) for row in (flags, credits)]
-        sizes = len(flags), len(credits)
-        self.rest = (*sizes, *(triton.next_power_of_2(max(1, size)) for size in sizes))
-        self.arguments = (*(row.data_ptr() for row in self.addresses), *self.rest)
+        self.size = triton.next_power_of_2(max(len(flags), len(credits), 1))
+        rows = [[*row, *[0] * (self.size - len(row))] for row in (flags, credits)]
+        self.table = torch.tensor(rows, dtype=torch.int64, device=device)
+        self.arrived = torch.zeros(1, dtype=torch.int32, device=device)
         with launching(device):
-            self.compiled = load(_reset_flags, (*self.addresses, *self.rest), {"num_warps": 1})
+            self.compiled = load(_end_call, (self.table, self.size), {"num_warps": 1})
 
     def __call__(self) -> None:
-        """Launch the kernel on the current stream."""
+        """Launch the kernel on the current stream. Within `loading`, do nothing: the kernel is loaded already."""
+        if only_loads():
+            return
         if self.compiled is None:
             with launching(self.device):
-                _reset_flags[(1,)](*self.addresses, *self.rest, num_warps=1)
+                _end_call[(1,)](self.table, self.size, num_warps=1)
             return
         bind_thread(self.device)
-        self.compiled.launch(1, self.compiled.stream(self.device.index), self.arguments)
+        self.compiled.launch(1, self.compiled.stream(self.device.index), (self.table.data_ptr(), self.size))

@@ -15,6 +15,7 @@ from hostir.kernels.devices import INTERPRETED
 from hostir.kernels.flags.done import MISSED, Raised, count, stores_ended
 from hostir.kernels.flags.pushed import push_tile, raise_pushed
 from hostir.kernels.flags.ready import Awaited, wait_for_rows
+from hostir.kernels.flags.signals import end_call
 from hostir.kernels.matmul.conversions import from_float32, to_float32
 from hostir.kernels.matmul.tiles import SCALE_BLOCK
 
@@ -52,6 +53,7 @@ class Constants(NamedTuple):
         PUSHED: the number of pieces that are copied to peers, rounded up to a power of 2; 0 without copies.
         ALIGNED: the targets of the pieces are aligned to 16 bytes.
         ADDS: the product is added to the old values of the output.
+        ENDS: 0, or the size of a `CallEnd`: the kernel ends the call.
     """
 
     BM: int
@@ -78,6 +80,7 @@ class Constants(NamedTuple):
     PUSHED: int = 0
     ALIGNED: bool = False
     ADDS: bool = False
+    ENDS: int = 0
 
 
 class Strides(NamedTuple):
@@ -627,6 +630,7 @@ def matmul_kernel(
     raised_epoch,
     raised_height,
     pushed,  # a Pushed, with PUSHED only
+    ending,  # an Ending, with ENDS only
     counts,  # the last field of Raised, with DONE only
     workspace,  # a Workspace, with SPLIT or EARLY
     unsplit,  # unsplit to parts are set with SPLIT only. Number of tiles before the split tiles, with early tiles
@@ -700,3 +704,5 @@ def matmul_kernel(
         raise_pushed(pushed, C.PUSHED)
     if C.OVERLAPS and not _INTERPRETED:
         gdc_wait()  # so that later work of the stream also comes after the previous kernel
+    if C.ENDS:
+        end_call(ending, C.ENDS)

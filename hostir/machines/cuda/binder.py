@@ -64,7 +64,7 @@ class CudaOneSided:
         self.flags = CudaFlags(context, memory)
         self.call = CallBoundary(context, self.flags)
         self.copies = CopySteps(context, self.flags)
-        self.blocks = BlockSteps(context, self.flags, self.copies.behind_products)
+        self.blocks = BlockSteps(context, self.flags, self.call, self.copies.behind_products)
 
 
 class BufferFrees:
@@ -174,11 +174,12 @@ class CudaBinder:
         for buffer in sorted(self.frees.late):
             for step in self.frees.marks(buffer):
                 self.append(ops[-1], step)
-        if self.current != CALLER:
-            self.append(ops[-1], self.switch(CALLER))
+        self.change_to(CALLER)
         self.unnoticed = min(self.unnoticed, len(self.steps))
-        for step in self.one_sided.call.end_call() if self.one_sided else ():
+        for stream, step in self.one_sided.call.end_call() if self.one_sided else ():
+            self.change_to(stream)
             self.append(ops[-1], step)
+        self.change_to(CALLER)
 
     @property
     def flagged(self) -> CudaOneSided:
@@ -210,6 +211,12 @@ class CudaBinder:
         if step is not None:
             timeline, inline = self.timeline, op.starts in self.inlined
             self.append(op, timeline.timed(op, step, self.context.streams, inline) if timeline else step)
+
+    def change_to(self, stream: int) -> None:
+        """Make a stream the current one after all operations, unless it is already."""
+        if stream != self.current:
+            self.append(self.context.unrolled.ops[-1], self.switch(stream))
+            self.current = stream
 
     def switch(self, stream: int) -> Step:
         streams, set_stream = self.context.streams, torch.cuda.set_stream

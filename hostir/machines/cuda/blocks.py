@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +20,7 @@ from hostir.kernels.table import kernels_for
 from hostir.knobs import TIMEOUT
 from hostir.machines.binding import Step, bind_compute, completed, compute_block
 from hostir.machines.cuda.context import PlanContext
+from hostir.machines.cuda.credits import CallBoundary
 from hostir.machines.cuda.driver import in_batches, wait_at_least, write
 from hostir.machines.cuda.flags import CudaFlags
 from hostir.plan.operations import NONE, ComputeOp
@@ -27,7 +28,9 @@ from hostir.plan.operations import NONE, ComputeOp
 if TYPE_CHECKING:
     from hostir.kernels.flags.done import DoneFlags
     from hostir.kernels.flags.ready import ReadyFlags
+    from hostir.kernels.flags.signals import CallEnd
 
+ENDING = ("matmul", "linear", "scaled_matmul", "sum")  # computations whose kernels can end a call
 SECONDS_PER_POLL = 1e-6  # a kernel's poll takes a round trip to the L2 cache
 
 
@@ -37,9 +40,10 @@ class BlockSteps:
     `behind_products` holds the ids of the computations that directly follow a pushed product.
     """
 
-    def __init__(self, context: PlanContext, flags: CudaFlags, behind_products: Set[int]) -> None:
+    def __init__(self, context: PlanContext, flags: CudaFlags, call: CallBoundary, behind_products: Set[int]) -> None:
         self.context = context
         self.flags = flags
+        self.call = call
         self.behind_products = behind_products
 
     def compute(self, op: ComputeOp) -> Step:
@@ -50,20 +54,23 @@ class BlockSteps:
         copies by SMs. Such a computation could not start much before its last block is ready. So the step makes the
         stream wait for all blocks, and then launches one kernel.
         """
+        kernel = kernels_for(self.context.kernels, torch_dtype(op.dtype)).get(f"{op.computation}_by_blocks")
+        end = self.call.ending(op) if kernel is not None and op.computation in ENDING else None
         if op.ready is not None and id(op) in self.behind_products:
             op = replace(op, ready=replace(op.ready, overlapped_sms=0))
-        kernel = kernels_for(self.context.kernels, torch_dtype(op.dtype)).get(f"{op.computation}_by_blocks")
         ready = op.ready
         if kernel is not None:
-            return self.in_one_kernel(op, kernel)
+            return self.in_one_kernel(op, kernel, end)
         if ready is not None and ready.overlapped_sms and ready.own_rows is None and op.done is None:
             return self.after_all_blocks(op, ready)
         return self.by_blocks(op)
 
-    def in_one_kernel(self, op: ComputeOp, kernel: Kernel) -> Step:
+    def in_one_kernel(self, op: ComputeOp, kernel: Kernel, end: CallEnd | None) -> Step:
         registers, out, operands, options = self.context.registers, op.out, op.operands, dict(op.options)
         own_rows = NONE if op.ready is None or op.ready.own_rows is None else op.ready.own_rows
-        flags = {"ready": self.ready_flags(op), "done": self.done_flags(op)}
+        flags: dict[str, Any] = {"ready": self.ready_flags(op), "done": self.done_flags(op)}
+        if end is not None:
+            flags["ending"] = end
 
         def by_blocks(out: torch.Tensor, own_rows: torch.Tensor | None, *operands: torch.Tensor) -> Again | None:
             return kernel(out, *operands, own_rows=own_rows, **flags, **options)

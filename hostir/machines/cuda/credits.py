@@ -5,8 +5,9 @@ No stream may poll or raise a flag of a call before the previous call has ended.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Collection, Iterable, Sequence
+from functools import cached_property, partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,8 +17,11 @@ from hostir.machines.cuda.driver import in_batches, wait_at_least, write
 from hostir.machines.cuda.flags import CudaFlags
 from hostir.machines.cuda.flow_control import CREDITS, Slot
 from hostir.machines.cuda.streams import join, record, wait
-from hostir.plan.operations import CALLER, NONE, Op
+from hostir.plan.operations import CALLER, NONE, BarrierOp, Op, RanksOfTeam
 from hostir.plan.unrolled import UnrolledProgram
+
+if TYPE_CHECKING:
+    from hostir.kernels.flags.signals import CallEnd
 
 
 def uses_flags(unrolled: UnrolledProgram, op: Op) -> bool:
@@ -50,10 +54,40 @@ def takes_credits_first(unrolled: UnrolledProgram) -> bool:
     )
 
 
+def before_reset(unrolled: UnrolledProgram, implied_barriers: Collection[RanksOfTeam]) -> list[int]:
+    """Return the positions of the operations that must end before this rank's flags are reset.
+
+    Flags may be reset, and peers may get credits, when this rank waits for no more flags, raises no more flags of its
+    own, and uses neither its own symmetric memory nor what it reads from peers. What this rank sends to peers does not
+    matter: a peer waits for it before the peer ends its own call.
+
+    Collectives of process groups count, too. So the flags tell what a call waits for while a collective is in flight.
+    The first barriers of the teams `implied_barriers` do not count, because credits replace them.
+    """
+    symmetric, remote = unrolled.symmetric, unrolled.remote
+    own = frozenset([x for x, buffer in enumerate(unrolled.buffers) if buffer in symmetric]) - remote
+    positions = []
+    for at, op in enumerate(unrolled.ops):
+        reads = op.reads
+        if (
+            not (own.isdisjoint(reads) and own.isdisjoint(op.writes) and remote.isdisjoint(reads))
+            or op.awaited_flags
+            or op.by_group
+            or (op.of_team and not (isinstance(op, BarrierOp) and op.number == 0 and op.team in implied_barriers))
+        ):
+            positions.append(at)
+    return positions
+
+
 class CallBoundary:
     """Makes the steps that begin and end a call, and the steps before a stream's first access to a peer.
 
     Fields:
+        last: the position of the last operation that must end before this rank's flags are reset; None without any. If
+            it is on a worker stream, they are reset on that stream, so that other work of the caller's stream may hide
+            the reset.
+        others: the streams with other such operations that need not have ended before operation `last` begins.
+        ends_in_kernel: True if the kernel of operation `last` resets the flags.
         credits_taken: the event that a stream records after it has taken the credits; None before that step is made.
         after_credits: the streams that take the credits or wait for this event.
         start: the event that the caller's stream records at the beginning of the call.
@@ -69,6 +103,12 @@ class CallBoundary:
         self.start = torch.cuda.Event()
         self.forked = set[int]()
         self.unforked = {id(op) for op in unforked(context.unrolled)}
+        unrolled = context.unrolled
+        earlier = before_reset(unrolled, flags.flow_control.implied_barriers)
+        self.last = last = earlier.pop() if earlier else None
+        ops, order = unrolled.ops, unrolled.order
+        self.others = {ops[at].stream for at in earlier if last is not None and not order.precedes(at, last)}
+        self.ends_in_kernel = False
 
     def begin_call(self) -> list[Step]:
         """Return the steps that begin a call, on the caller's stream."""
@@ -110,31 +150,65 @@ class CallBoundary:
         needed = len(self.flow_control.signaled)
         return in_batches([wait_at_least(count, needed), write(count, 0)] if needed else [])
 
-    def end_call(self) -> list[Step]:
-        """Return the steps that end a call, on the caller's stream.
+    def ending(self, op: Op) -> CallEnd | None:
+        """Return the end of the call if the kernel of an operation may carry it out, else None.
 
-        They wait for all other streams and for late flags, reset this rank's flags, and grant credits to peers.
+        The kernel must wait for flags, and nothing else must have to end before the flags are reset.
         """
-        streams, memory = self.context.streams, self.flags.memory
-        joins: list[Step] = [
-            partial(join, streams, CALLER, stream, torch.cuda.Event())
-            for stream in self.context.unrolled.order.unjoined
-        ]
-        late = [wait_at_least(self.local(slot), epoch) for slot, epoch in self.flow_control.unawaited.items()]
+        ops, others = self.context.unrolled.ops, self.others or self.flow_control.unawaited
+        if self.last is None or ops[self.last] is not op or others or not op.awaited_flags:
+            return None
+        self.ends_in_kernel = self.end is not None
+        return self.end
+
+    @cached_property
+    def end(self) -> CallEnd | None:
+        """The reset of this rank's flags and the credits for peers; None if there are neither flags nor peers.
+
+        It is complete only when all barriers have their steps.
+        """
+        memory = self.flags.memory
         flags = [*map(self.local, self.flow_control.raised), *self.flags.arrivals()]
         counters = [self.flags.address(CREDITS, 0, peer) for peer in sorted(self.flow_control.signalers)]
-        wait: list[Step] = [self.context.on(CALLER, in_batches(late))] if late else []
         if not flags and not counters:
-            return [*joins, *wait]
-        key = "flag reset", *flags, NONE, *counters
-        if key not in memory.kept:  # plans for all sizes share the kernel, so new sizes need no memory for it
-            memory.kept[key] = self.flag_reset(flags, counters)
-        return [*joins, *wait, memory.kept[key]]
+            return None
+        key = "end of the call", *flags, NONE, *counters
+        if key not in memory.kept:  # plans for all sizes share it, so new sizes need no memory for it
+            memory.kept[key] = self.end_of(flags, counters)
+        end: CallEnd = memory.kept[key]
+        return end
 
-    def flag_reset(self, flags: Sequence[int], counters: Sequence[int]) -> Step:
-        from hostir.kernels.flags.signals import FlagResetKernel  # which needs Triton
+    def end_of(self, flags: Sequence[int], counters: Sequence[int]) -> CallEnd:
+        from hostir.kernels.flags.signals import CallEnd  # which needs Triton
 
-        return FlagResetKernel(self.context.device, flags, counters)
+        return CallEnd(self.context.device, flags, counters)
+
+    def end_call(self) -> list[tuple[int, Step]]:
+        """Return the steps that end a call, each with the stream that must be current.
+
+        They wait for late flags, reset this rank's flags, grant credits to peers, and make the caller's stream wait for
+        all other streams.
+        """
+        streams, unrolled = self.context.streams, self.context.unrolled
+        late = [wait_at_least(self.local(slot), epoch) for slot, epoch in self.flow_control.unawaited.items()]
+        on_caller = self.last is None or unrolled.ops[self.last].by_group or late or CALLER in self.others
+        stream = CALLER if on_caller or self.last is None else unrolled.ops[self.last].stream
+
+        def joins(stream: int, others: Iterable[int]) -> list[tuple[int, Step]]:
+            return [(CALLER, partial(join, streams, stream, other, torch.cuda.Event())) for other in others]
+
+        unjoined = set(unrolled.order.unjoined)
+        end: list[tuple[int, Step]] = []
+        if self.end is not None and not self.ends_in_kernel:
+            end = [(stream, self.end)]
+            if stream != CALLER:
+                return [
+                    *joins(stream, sorted(self.others - {stream})),
+                    *end,
+                    *joins(CALLER, sorted(unjoined | {stream})),
+                ]
+        wait: list[tuple[int, Step]] = [(CALLER, self.context.on(CALLER, in_batches(late)))] if late else []
+        return [*joins(CALLER, sorted(unjoined)), *wait, *end]
 
     def local(self, slot: Slot) -> int:
         """Return the address of this rank's flag that `slot` names."""

@@ -208,7 +208,7 @@ class Gpus:
 
         return issue
 
-    def flag_reset(self, flags: Sequence[int], counters: Sequence[int]) -> Callable[[], None]:
+    def call_end(self, flags: Sequence[int], counters: Sequence[int]) -> Callable[[], None]:
         def end() -> None:
             for flag in flags:
                 _at(flag).value = 0
@@ -236,11 +236,13 @@ class Gpus:
 
         return push
 
-    def in_one_kernel(self, steps: BlockSteps, op: ComputeOp, kernel: Kernel) -> Callable[[], None]:
+    def in_one_kernel(
+        self, steps: BlockSteps, op: ComputeOp, kernel: Kernel, call_end: Callable[[], None] | None
+    ) -> Callable[[], None]:
         """Return a step that simulates a kernel which waits for flags and raises flags.
 
         It computes its blocks in any order in which their flags may rise, and raises a flag after each block. If it may
-        overlap the copies before it, it begins when they begin.
+        overlap the copies before it, it begins when they begin. With `call_end`, it ends the call when it ends.
         """
         ready, done, flags = op.ready, op.done, steps.flags
         blocks = ready.results if ready is not None else done.blocks if done is not None else 0
@@ -253,6 +255,8 @@ class Gpus:
             registers, computed = list(steps.context.registers), set[int]()
             for block in range(blocks):
                 self.beside(begun, *tasks(block, registers, computed))
+            if call_end is not None:
+                call_end()
 
         def tasks(block: int, registers: Sequence[Any], computed: set[int]) -> Iterator[Task]:
             def compute() -> None:
@@ -346,7 +350,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
             monkeypatch.setattr(module, "wait_at_least", _wait)
     for module in (flags, credits, blocks, flow_control):
         monkeypatch.setattr(module, "write", _write)
-    monkeypatch.setattr(CallBoundary, "flag_reset", lambda _, flags, counters: these.flag_reset(flags, counters))
+    monkeypatch.setattr(CallBoundary, "end_of", lambda _, flags, counters: these.call_end(flags, counters))
     monkeypatch.setattr(CopySteps, "push_kernel", lambda _, pieces, size, sms: these.push_kernel(pieces, size))
     monkeypatch.setattr(CudaFlags, "signal_kernel", lambda _, flag, epoch: these.signal_kernel(flag, epoch))
     monkeypatch.setattr(BlockSteps, "in_one_kernel", lambda *arguments: these.in_one_kernel(*arguments))

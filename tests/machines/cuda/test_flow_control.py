@@ -8,8 +8,13 @@ import pytest
 import torch
 
 import hostir as hi
+from examples import patterns
+from hostir.call.parts import shard
+from hostir.call.random import random_inputs
 from hostir.check import prove
-from hostir.machines.binding import places
+from hostir.machines.binding import Step, places
+from hostir.machines.cuda.credits import CallBoundary
+from hostir.plan.operations import CALLER
 from hostir.plan.unroll import unroll
 from tests.machines.cuda.simulated_gpus import Gpus, Stream, gpus, plans
 from tests.machines.cuda.test_onesided import check_calls
@@ -132,6 +137,56 @@ def test_plans_for_different_strides_share_one_memory(seed: int, gpus: Gpus, mon
     for rank, results in enumerate(outputs):
         for call, y in enumerate(results):
             assert torch.equal(y, (dense, apart)[call % 2][1 - rank][0])
+
+
+def how_it_ends(
+    source: hi.Program, gpus: Gpus, monkeypatch: pytest.MonkeyPatch, waiting: bool = True
+) -> tuple[bool, list[str]]:
+    """Return whether a kernel of the program ends the call, and the streams of the steps that end it otherwise."""
+    gpus.waiting, ends = waiting, list[tuple[bool, list[str]]]()
+    end_call = CallBoundary.end_call
+
+    def watched(boundary: CallBoundary) -> list[tuple[int, Step]]:
+        steps = end_call(boundary)
+        streams = ["caller" if stream == CALLER else "worker" for stream, step in steps if step is boundary.end]
+        ends.append((boundary.ends_in_kernel, streams))
+        return steps
+
+    monkeypatch.setattr(CallBoundary, "end_call", watched)
+    inputs = random_inputs(source, {}, seed=0)
+    parts = [[shard(x, v.tensor, rank, {}) for x, v in zip(inputs, source.inputs, strict=True)] for rank in range(2)]
+    plans(gpus, source, parts, monkeypatch)
+    assert len({str(end) for end in ends}) == 1, "all ranks alike"
+    return ends[0]
+
+
+ENDS = {  # by strategy: a kernel ends the call if kernels wait for flags, and else the stream of the end
+    ("row_parallel_scattered", "ring"): (True, "caller"),
+    ("row_parallel_scattered", "push"): (True, "caller"),
+    ("row_parallel_scattered", "fused"): (False, "caller"),  # the copies wait for the product's flags, not for the sum
+    ("row_parallel_scattered", "chain"): (False, "worker"),
+    ("allgather_matmul", "fused"): (True, "caller"),
+    ("allgather_matmul", "push"): (True, "caller"),
+    ("row_parallel_bias", "ring"): (False, "caller"),
+}
+
+
+@pytest.mark.parametrize(("pattern", "strategy"), ENDS)
+def test_a_call_ends_in_its_last_kernel_that_waits_or_behind_the_last_copy_if_nothing_else_must_end_first(
+    pattern: str, strategy: str, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_kernel, stream = ENDS[pattern, strategy]
+    lowered = hi.lower(getattr(patterns, pattern)(2, 1, 16, 16, 8), strategy)
+    assert how_it_ends(lowered, gpus, monkeypatch) == (in_kernel, [] if in_kernel else [stream])
+
+
+def test_a_flag_that_nothing_waits_for_is_awaited_before_the_call_ends(
+    gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = program(
+        f"barrier of %x over didx   {SENT}   signal %f[1] = 1 at {NEXT}   wait_signal %f[0] >= 1   copy %box -> %y"
+    )
+    assert how_it_ends(late, gpus, monkeypatch) == (False, ["caller"])
 
 
 OVERWRITTEN = {
