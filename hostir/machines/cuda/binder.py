@@ -15,7 +15,7 @@ from hostir.kernels.aten import matmul, matmul_of_rows, takes_rows
 from hostir.kernels.contractions import IN_TRITON
 from hostir.kernels.dtypes import torch_dtype
 from hostir.kernels.repeats import Kernel
-from hostir.kernels.table import kernels_for
+from hostir.kernels.table import kernel_for
 from hostir.machines.binding import Step, bind_allocate, bind_compute, bind_view
 from hostir.machines.cuda.blocks import BlockSteps
 from hostir.machines.cuda.context import PlanContext
@@ -259,7 +259,7 @@ class CudaBinder:
         if op.ready is not None or op.done is not None:
             self.here(op, self.flagged.blocks.compute(op))
         else:
-            kernel = kernels_for(self.machine.kernels, torch_dtype(op.dtype))[op.computation]
+            kernel = kernel_for(self.machine.kernels, torch_dtype(op.dtype), op.computation, len(op.operands))
             captured = self.machine.kernel(op)
             compute = bind_compute(op, self.context.registers, self.in_few_calls(op, kernel))
             self.here(op, compute)

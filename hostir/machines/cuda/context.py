@@ -11,7 +11,7 @@ import torch
 from hostir.kernels.contractions import IN_TRITON
 from hostir.kernels.dtypes import torch_dtype
 from hostir.kernels.repeats import Kernel
-from hostir.kernels.table import kernels_for
+from hostir.kernels.table import kernel_for
 from hostir.machines.binding import Step
 from hostir.machines.cuda.timeouts import Timeouts
 from hostir.plan.operations import ComputeOp, Op
@@ -55,7 +55,7 @@ class PlanContext:
 
     def in_triton(self, op: ComputeOp) -> bool:
         """Return True if the kernel that computes the operation, or one of its blocks, launches Triton kernels."""
-        return kernels_for(self.kernels, torch_dtype(op.dtype))[op.computation] in IN_TRITON
+        return kernel_for(self.kernels, torch_dtype(op.dtype), op.computation, len(op.operands)) in IN_TRITON
 
     def launching(self, op: Op, step: Step) -> Step:
         """Record that a step launches Triton kernels for an operation; return the step."""

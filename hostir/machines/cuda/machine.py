@@ -26,7 +26,7 @@ from hostir.kernels.contractions import BY_CUBLAS
 from hostir.kernels.dtypes import torch_dtype
 from hostir.kernels.layout import Words
 from hostir.kernels.repeats import Kernel
-from hostir.kernels.table import kernels_for
+from hostir.kernels.table import kernel_for
 from hostir.knobs import NATIVE, PROFILE
 from hostir.machines.binding import MAX_PLANS, Step
 from hostir.machines.cuda import FEW
@@ -80,7 +80,7 @@ class CudaMachine:
 
     def kernel(self, op: ComputeOp) -> Kernel:
         """Return the kernel of a computation. During captures, it calls cuBLAS on a private stream."""
-        kernel = kernels_for(self.kernels, torch_dtype(op.dtype))[op.computation]
+        kernel = kernel_for(self.kernels, torch_dtype(op.dtype), op.computation, len(op.operands))
         if kernel not in BY_CUBLAS:
             return kernel
         if op.stream not in self.cublas_streams:
