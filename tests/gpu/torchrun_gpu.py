@@ -297,7 +297,9 @@ def sizes_take_turns() -> bool:
         del parts, outs, unsharded
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
+        everywhere(True)  # ranks may share a GPU, and then each counts the memory of all
         free.append(torch.cuda.mem_get_info()[0])
+        everywhere(True)
     symmetric.KEPT_BYTES = kept
     before, after = max(free[1:11]), max(free[11:])  # free memory varies with the sizes, by 100 MiB
     good = everywhere(worst <= 1 and after >= before - (16 << 20))
