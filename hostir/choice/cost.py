@@ -21,6 +21,7 @@ from hostir.kernels.matmul.estimate import IN_L2, right_bytes
 from hostir.kernels.matmul.tiles import MIN_OWN_ROWS, Gemm
 from hostir.machines.normed import NormedSum
 from hostir.machines.pushes import PushedProduct, Pushes
+from hostir.plan.endings import CallEnding
 from hostir.plan.lifetimes import workspace_buffers
 from hostir.plan.operations import (
     CALLER,
@@ -153,7 +154,17 @@ class CostBarrier:
     ranks: int
 
 
-TaskWork = Nothing | Pause | Gemm | Traffic | CostTransfer | CostCopy | CostBarrier
+@dataclass(frozen=True)
+class EndOfCall:
+    """The reset of a rank's flags at the end of a call.
+
+    `within` is what the last kernel that waits for flags computes, if it may reset them: `sum`, `matmul` or nothing.
+    """
+
+    within: str = ""
+
+
+TaskWork = Nothing | Pause | Gemm | Traffic | CostTransfer | CostCopy | CostBarrier | EndOfCall
 
 
 @dataclass(eq=False)
@@ -173,7 +184,7 @@ class CostTask:
         reserved_sms: the number of SMs that it leaves to signals.
         cached: True if it is a matmul whose right operand is in L2, because an earlier matmul of the rank has read it.
         added: the number of bytes of the tensor that it adds to its product, if it is a matmul.
-        op: the operation of the unrolled program; None for the kernel that resets flags at the end of a call.
+        op: the operation of the unrolled program; None for the reset of the flags at the end of a call.
         launches: how often the host issues each operation for this task, by a key of `Hardware.launch`. It counts all
             operations since the previous task, and the launch of this task.
     """
@@ -338,8 +349,16 @@ class RankTasks:
             TASKS[type(op)](self, op)
             for task in self.tasks[count:]:
                 task.op = op
-        if unrolled.symmetric:  # a kernel resets flags at the end of a call
-            self.issue(CALLER, Traffic(0), launch="compute")
+        if unrolled.symmetric:
+            self.end_call()
+
+    def end_call(self) -> None:
+        """Add the task that resets this rank's flags."""
+        ending = CallEnding.of(self.unrolled)
+        within = ""
+        if isinstance(ending.last, ComputeOp) and ending.within(ending.last):
+            within = "matmul" if ending.last.place.statement.contracts else "sum"
+        self.issue(ending.stream, EndOfCall(within), *map(self.last.get, ending.others), launch="compute")
 
     def issue(self, lane: Any, work: TaskWork, *joins: CostTask | None, launch: str = "") -> CostTask:
         """Add a task that follows the latest task of its lane and the tasks `joins`; return it.

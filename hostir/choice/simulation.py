@@ -20,7 +20,18 @@ from functools import cache
 from math import inf, log2
 
 from hostir.choice.collectives import implemented
-from hostir.choice.cost import CostBarrier, CostCopy, CostTask, CostTransfer, Nothing, Pause, Shared, TaskWork, Traffic
+from hostir.choice.cost import (
+    CostBarrier,
+    CostCopy,
+    CostTask,
+    CostTransfer,
+    EndOfCall,
+    Nothing,
+    Pause,
+    Shared,
+    TaskWork,
+    Traffic,
+)
 from hostir.choice.hardware import Hardware, Kernels
 from hostir.kernels.matmul.estimate import Rates, block_ends, choose, duration, in_l2
 from hostir.kernels.matmul.schedule import Grid
@@ -194,6 +205,7 @@ class Costs:
         self.in_triton = kernels == "triton"
         self.sums_in_triton = kernels != "aten"
         self.gemms = GemmCosts(hardware, hardware.kernels["triton" if self.in_triton else "aten"], total_flops)
+        self.adding = GemmCosts(hardware, hardware.kernels["aten"], total_flops)  # products that add to their result
         # A simulation calls these at each event. Their results are dropped with this object.
         self.alone = cache(self.alone)  # type: ignore[method-assign]
         self.speed_during = cache(self.speed_during)  # type: ignore[method-assign]
@@ -205,7 +217,8 @@ class Costs:
         if task.raises:
             return self.by_blocks(task, 0.0, [])[0]
         if isinstance(work, Gemm):
-            return self.gemms.time(work, task.cached) + task.added / h.operands / 1e3
+            gemms = self.adding if task.added else self.gemms
+            return gemms.time(work, task.cached) + task.added / h.operands / 1e3
         if isinstance(work, Traffic):
             return (h.small_kernel * self.kernel_count(work) or IN_SUM) + self.traffic(work)
         if isinstance(work, CostTransfer):
@@ -214,11 +227,17 @@ class Costs:
             return self.copy(work, task.rank)
         if isinstance(work, CostBarrier):
             return h.barrier if work.ranks > 1 else 0.0
+        if isinstance(work, EndOfCall):
+            return 0.0 if self.in_kernel(work) else h.small_kernel
         if isinstance(work, Pause):
             return {"stream": h.signal, "kernel": h.kernel_signal, "block": h.raised}.get(
                 work.sender, work.microseconds
             )
         return 0.0
+
+    def in_kernel(self, end: EndOfCall) -> bool:
+        """Return True if the last kernel that waits for flags also ends the call."""
+        return {"sum": self.sums_in_triton, "matmul": self.in_triton}.get(end.within, False)
 
     def polls(self, work: TaskWork) -> bool:
         """Return True if a single kernel computes all blocks.
@@ -355,6 +374,8 @@ class HostCosts:
         time = sum(n * self.launch(operation) for operation, n in task.launches.items() if operation != skipped)
         if isinstance(task.work, Traffic):
             time += (self.costs.kernel_count(task.work) - 1) * self.launch("compute")
+        if isinstance(task.work, EndOfCall) and self.costs.in_kernel(task.work):
+            time -= self.launch("compute")
         if self.costs.polls(task.work):
             time += self.launch("flags") * (bool(task.blocks) + bool(task.raises))
         elif parts := 0 if task.overlapped_sms else max(len(task.blocks), len(task.raises)):

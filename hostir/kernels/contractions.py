@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from hostir.kernels.flags.copies import PushKernel
     from hostir.kernels.flags.done import DoneFlags
     from hostir.kernels.flags.ready import ReadyFlags
-    from hostir.kernels.flags.signals import CallEnd
 
 
 def sum_by_blocks(
@@ -39,18 +38,15 @@ def sum_by_blocks(
     ready: ReadyFlags | None = None,
     done: DoneFlags | None = None,
     own_rows: torch.Tensor | None = None,
-    ending: CallEnd | None = None,
 ) -> Again | None:
     """Compute `out = activation(x.sum(axis) + addend)` in Triton. Return the same as `hostir.kernels.reduce.add_up`.
 
     With `ready`, the kernel waits for the flags of each block of rows before it reads the block. With `done`, it raises
-    a flag after each block that it writes. With `ending`, it ends a call when it ends.
+    a flag after each block that it writes.
     """
     from hostir.kernels.reduce import add_up  # loads Triton: only where it is used
 
-    return add_up(
-        x, out, axis, addend=addend, activation=activation, ready=ready, done=done, own_rows=own_rows, ending=ending
-    )
+    return add_up(x, out, axis, addend=addend, activation=activation, ready=ready, done=done, own_rows=own_rows)
 
 
 # A contraction multiplies the rows of `a` by a right side. All contractions share the code that waits for flags, raises
@@ -122,7 +118,7 @@ def _by_blocks(right_side: RightSide) -> Kernel:
 
     The kernel computes a block of rows once the block's flag has risen. `own_rows` replace block `ready.first`, which
     needs no flag. If the leading axes of `a` and `out` merge, the kernel is one launch. Otherwise the kernel launches
-    several times, and the last launch raises all flags of `done`. With `ending`, a call ends after all this.
+    several times, and the last launches raise all flags of `done` and end the call of `ready.ending`.
 
     The kernel raises HostIRError if the leading axes do not merge and the blocks do not fit the slices of the outermost
     axis (see `_contract_ready`).
@@ -135,22 +131,21 @@ def _by_blocks(right_side: RightSide) -> Kernel:
         ready: ReadyFlags | None = None,
         done: DoneFlags | None = None,
         own_rows: torch.Tensor | None = None,
-        ending: CallEnd | None = None,
         **options: Any,
     ) -> Again | None:
         from hostir.kernels.flags.done import raise_flags
 
         product = right_side(out, a, *others, **options)
         if _merges(out, a) if own_rows is None else ready and _in_complete_batches(out, a, len(ready.flags)):
-            return product(out, a, 0, ready=ready, done=done, own_rows=own_rows, ending=ending)
+            return product(out, a, 0, ready=ready, done=done, own_rows=own_rows)
         if ready is None:
             _contract(out, a, product)
         else:
-            _contract_ready(out, a, product, 0, ready, own_rows)
+            _contract_ready(out, a, product, 0, replace(ready, ending=None), own_rows)
         if done is not None:
             raise_flags(done, None if ready is None else ready.timeouts)
-        if ending is not None:
-            ending()
+        if ready is not None and ready.ending is not None:
+            ready.ending()
         return None
 
     return kernel

@@ -39,7 +39,7 @@ from hostir.kernels.flags.done import (
     stores_ended,
 )
 from hostir.kernels.flags.ready import Awaited, ReadyFlags, block_rows, poll, ready_layout
-from hostir.kernels.flags.signals import CallEnd, Ending, end_call
+from hostir.kernels.flags.signals import Ending, end_call
 from hostir.kernels.layout import collapse, launch_layout
 from hostir.kernels.matmul.conversions import from_float32, to_float32
 from hostir.kernels.matmul.workspaces import workspace
@@ -112,7 +112,7 @@ class SumConstants(NamedTuple):
         READY: 0 without ready flags. Otherwise the number of flags that a block waits for, rounded up to a power of 2.
             A block waits for one flag of each source.
         DONE: the kernel raises completion flags of blocks.
-        ENDS: 0, or the size of a `CallEnd`: the kernel ends the call.
+        ENDS: 0, or the size of the `CallEnd` that the kernel carries out.
         OVERLAPS: the kernel may have started before the previous kernel of the stream has ended.
         WIDE: sums are accumulated in float64.
         ACTIVATION: the function that is applied at the end; empty for none.
@@ -320,11 +320,7 @@ class SumLaunch:
     compiled: Compiled | None = field(default=None, init=False)
 
     def __call__(
-        self,
-        tensors: Sequence[torch.Tensor | None],
-        ready: ReadyFlags | None,
-        done: DoneFlags | None,
-        ending: CallEnd | None,
+        self, tensors: Sequence[torch.Tensor | None], ready: ReadyFlags | None, done: DoneFlags | None
     ) -> Again | None:
         """Launch the kernel for `tensors` (x, own_rows, an addend, out) on the current stream.
 
@@ -334,22 +330,16 @@ class SumLaunch:
         time. Returns None if the kernel was only loaded, and in the interpreter.
         """
         if self.compiled is None:
-            self._load(tensors, ready, done, ending)
+            self._load(tensors, ready, done)
         if self.compiled is None or only_loads():
             return None
-        again = partial(self._start, self.compiled, self._arguments(tensors, ready, done, ending, _address))
+        again = partial(self._start, self.compiled, self._arguments(tensors, ready, done, _address))
         again()
         return again
 
-    def _load(
-        self,
-        tensors: Sequence[torch.Tensor | None],
-        ready: ReadyFlags | None,
-        done: DoneFlags | None,
-        ending: CallEnd | None,
-    ) -> None:
+    def _load(self, tensors: Sequence[torch.Tensor | None], ready: ReadyFlags | None, done: DoneFlags | None) -> None:
         """Compile and load the kernel; in the interpreter, run it."""
-        arguments, last = self._arguments(tensors, ready, done, ending, lambda t: t), (self.blocks, self.constants)
+        arguments, last = self._arguments(tensors, ready, done, lambda t: t), (self.blocks, self.constants)
         with launching(self.device):
             if INTERPRETED:
                 sum_kernel[(self.programs,)](*arguments, self._counts(0), *last, **self.options)
@@ -387,7 +377,6 @@ class SumLaunch:
         tensors: Sequence[torch.Tensor | None],
         ready: ReadyFlags | None,
         done: DoneFlags | None,
-        ending: CallEnd | None,
         pointer: Callable[[torch.Tensor], Any],
     ) -> tuple[Any, ...]:
         """Return the arguments for the kernel's parameters that precede `counts`.
@@ -403,8 +392,7 @@ class SumLaunch:
         if done is not None:
             raised = (pointer(done.flags), done.epoch, self.raises)
         first = 0 if done is None or ready is not None else done.first * (self.blocks // len(done.flags))
-        ends = None if ending is None else Ending(pointer(ending.table), pointer(ending.arrived))
-        return (*parts, self.sizes, *self.numbers, first, *waits, *raised, ends)
+        return (*parts, self.sizes, *self.numbers, first, *waits, *raised, Ending.of(ready, pointer))
 
 
 _address = methodcaller("data_ptr")
@@ -421,20 +409,18 @@ def _sum_sources(
     ready: ReadyFlags | None,
     done: DoneFlags | None,
     own_rows: torch.Tensor | None,
-    ending: CallEnd | None,
 ) -> Again | None:
     """Compute `out = activation(x.sum(0) + addend)` by `sum_kernel`, which adds the sources `x[i]` in their order.
 
-    The arguments are as in `add_up`. Returns the same as `SumLaunch.__call__`.
+    The arguments are as in `reduce_sum`. Returns the same as `SumLaunch.__call__`.
     """
-    ends = 0 if ending is None else ending.size
-    layouts = *map(launch_layout, (x, out, addend, own_rows)), activation, ready_layout(ready), done_layout(done), ends
+    layouts = *map(launch_layout, (x, out, addend, own_rows)), activation, ready_layout(ready), done_layout(done)
     launch = _launches.get(layouts)
     if launch is None:
         if len(_launches) >= _MAX_LAUNCHES:
             _launches.clear()
-        launch = _launches[layouts] = _prepare(x, out, addend, activation, ready, done, own_rows, ends)
-    return launch((x, x if own_rows is None else own_rows, addend, out), ready, done, ending)
+        launch = _launches[layouts] = _prepare(x, out, addend, activation, ready, done, own_rows)
+    return launch((x, x if own_rows is None else own_rows, addend, out), ready, done)
 
 
 def _prepare(
@@ -445,7 +431,6 @@ def _prepare(
     ready: ReadyFlags | None,
     done: DoneFlags | None,
     own_rows: torch.Tensor | None,
-    ends: int,
 ) -> SumLaunch:
     """Return a prepared launch. It serves all calls of `_sum_sources` with arguments of the same layouts."""
     device = out.device
@@ -488,7 +473,7 @@ def _prepare(
             AXES=len(levels),
             READY=0 if waits is None else triton.next_power_of_2(len(x)),
             DONE=raises is not None,
-            ENDS=ends,
+            ENDS=0 if ready is None else ready.ends,
             OVERLAPS=overlapped > 0,
             WIDE=x.dtype == torch.float32,
             ACTIVATION=activation,
@@ -550,11 +535,8 @@ def add_up(
     ready: ReadyFlags | None = None,
     done: DoneFlags | None = None,
     own_rows: torch.Tensor | None = None,
-    ending: CallEnd | None = None,
 ) -> Again | None:
     """Compute the same as `reduce_sum`, and return a function that repeats the call for the same layouts and addresses.
-
-    With `ending`, the kernel also ends a call when it ends. It needs `ready`, and a result that is not empty.
 
     Returns None if the call cannot be repeated like this: if it took more than one launch, and in the interpreter.
     """
@@ -584,7 +566,7 @@ def add_up(
         moved = own_rows is not None and own_rows.shape != out.shape
         if own_rows is not None and moved:
             own_rows = own_rows.reshape(out.shape)  # a view if possible
-        again = _sum_sources(x.movedim(axis, 0), out, addend, activation, ready, done, own_rows, ending)
+        again = _sum_sources(x.movedim(axis, 0), out, addend, activation, ready, done, own_rows)
         return None if moved else again
     if addend is not None or activation:
         total = torch.empty_like(out, dtype=torch.float32)

@@ -12,7 +12,7 @@ from hostir.ir.source import HostIRError
 from hostir.ir.tensor_ops import TensorOp
 from hostir.kernels import aten, devices
 from hostir.kernels.aten import KERNELS
-from hostir.kernels.table import kernel_table
+from hostir.kernels.table import ADDING, kernel_table
 from tests.kernels.checking import assert_as_accurate, assert_only_view_written, embedded, filled, user_allows
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -247,6 +247,7 @@ def test_triton_on_a_cpu_needs_its_interpreter(monkeypatch: pytest.MonkeyPatch) 
         "scaled_matmul_by_blocks",
         "grouped_matmul_by_blocks",
         "sum_by_blocks",
+        ADDING,
     }
 
 

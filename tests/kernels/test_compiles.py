@@ -15,6 +15,7 @@ from triton.compiler import ASTSource
 import hostir as hi
 from hostir.kernels.flags.copies import PER_THREAD, WARPS, push_kernel
 from hostir.kernels.flags.pushed import Pushed
+from hostir.kernels.flags.signals import Ending
 from hostir.kernels.grouped import _grouped_matmul_kernel, _tile
 from hostir.kernels.matmul.kernel import Bias, Constants, Scales, Strides, Workspace, matmul_kernel
 from hostir.kernels.matmul.matmul import EXACT_RUN
@@ -57,12 +58,13 @@ def compiled(
     adds: bool = False,
     dtype_b: str | None = None,
     pushed: int = 0,
+    ends: int = 0,
 ):
     """Compile the matmul kernel for one tile.
 
     `ready`: the types of the flags and the epoch that it waits for. `done`: the number of blocks with completion flags
     that a tile has rows of. `result`, `dtype_b`: the types of out and b, if they are not `dtype`. `pushed`: the largest
-    number of pieces that it copies to peers.
+    number of pieces that it copies to peers. `ends`: the size of the `CallEnd` that it carries out.
     """
     columns = tile.n // 2 if tile.halves else tile.n
     lead = "1," if batched else ""
@@ -83,14 +85,14 @@ def compiled(
             done,
             overlapped,
         ),
-        *("ieee", dtype == "fp32", max(1, EXACT_RUN // tile.k), scales, stepwise, pushed, pushed > 0, adds),
+        *("ieee", dtype == "fp32", max(1, EXACT_RUN // tile.k), scales, stepwise, pushed, pushed > 0, adds, ends),
     )
     result = result or dtype
     types = {"b": dtype_b or dtype, "out": result}
     absent = [*(() if bias else ["bias"]), *(() if scales else ["scales"]), *(() if ready else WAITING)]
     absent += [] if own_rows else ["own_rows"]
     absent += [*(() if ready or done else ("first", "height")), *(() if done else RAISING)]
-    absent += [] if pushed else ["pushed"]
+    absent += [*([] if pushed else ["pushed"]), *([] if ends else ["ending"])]
     absent += [] if shares else ["workspace", "unsplit", "split", "parts"]
     constants = {"C": settings, **dict.fromkeys(absent)}
     one, three = "constexpr", ("i32", "i32", "constexpr")  # rows of a and out, and of b, are contiguous: strides of 1
@@ -113,6 +115,8 @@ def compiled(
         signature |= {"raised_flags": "*i64", "counts": "*i64"}
     if pushed:
         signature["pushed"] = Pushed("*i64", "*i32", "i32", "i32")
+    if ends:
+        signature["ending"] = Ending("*i64", "*i32")
     if shares:
         signature["workspace"] = Workspace("*fp32", "*i32")
     leaves = dict(leaves_of(tuple(signature.values())))
@@ -138,20 +142,26 @@ def compiled_sum(
     axes: int = 1,
     flags: bool = True,
     activation: str = "",
+    ends: int = 0,
 ):
-    """Compile the kernel that sums up sources, and with an activation an addend; `flags`: it waits and raises flags."""
+    """Compile the kernel that sums up sources, and with an activation an addend.
+
+    `flags`: it waits for flags and raises flags. `ends`: the size of the `CallEnd` that it carries out.
+    """
     vector, wide = 4 if dtype == "fp32" else 8, dtype == "fp32"
     waits = triton.next_power_of_2(sources) if flags else 0
     settings = SumConstants(
-        sources, sources <= 16, own_rows, block, vector, axes, waits, flags, False, wide, activation
+        sources, sources <= 16, own_rows, block, vector, axes, waits, flags, ends, False, wide, activation
     )
     absent = [] if flags else ["flags", "timeouts", "epoch", "waits", "polls"]
     absent += [] if flags else ["raised_flags", "raised_epoch", "raises", "counts"]
+    absent += [] if ends else ["ending"]
     constants = {"C": settings, **dict.fromkeys(absent if activation else [*absent, "addend"])}
     signature = {name: "constexpr" if name in constants else "i32" for name in sum_kernel.arg_names}
     part = SumPart(f"*{dtype}", (*["i32"] * (axes - 1), "constexpr"))
     signature |= {"addend": part} if activation else {}
     signature |= {"x": part, "own_rows": part, "out": part, "sizes": ("i32",) * axes}
+    signature |= {"ending": Ending("*i64", "*i32")} if ends else {}
     signature |= {name: "*i64" for name in ("flags", "timeouts", "raised_flags", "counts") if flags}
     varying = {
         sum_kernel.arg_names.index(name)
@@ -449,6 +459,25 @@ def test_a_sum_reads_after_it_waits_for_flags_and_raises_flags_after_its_stores(
     barrier = ptx.rfind("bar.sync", 0, counted)
     assert not re.search(r"st\.global|\$L__BB", ptx[barrier:counted]), "in one basic block, after all stores"
     assert counted < ptx.find("bar.sync", counted) < raised
+
+
+@pytest.mark.parametrize("kernel", ["sum", "matmul"])
+def test_the_last_program_resets_flags_and_then_grants_credits_to_the_whole_system(kernel):
+    tile = candidates("bf16")[0]
+    ptx = (
+        compiled_sum(4, dtype="bf16", block=2048, warps=8, ends=4)
+        if kernel == "sum"
+        else compiled(
+            tile, dtype="bf16", descriptors=True, b_is_nk=True, ready={"flags": "*i64", "epoch": "i32"}, ends=4
+        )
+    ).asm["ptx"]
+    arrived = ptx.rfind("atom.global.gpu.acq_rel.add.u32")
+    granted = ptx.rfind("atom.global.sys.release.add.u64")
+    stored = [match.start() for match in re.finditer(r"st\.global\.[^;]*b64|cp\.async\.bulk\.tensor\.\S*global", ptx)]
+    assert 0 < arrived < granted
+    assert ptx.rfind("bar.sync", 0, arrived) > 0, "all reads of the program come before its arrival"
+    assert any(arrived < at < granted for at in stored), "flags are reset after the last program has arrived"
+    assert "bar.sync" in ptx[max(at for at in stored if at < granted) : granted], "and before peers may signal again"
 
 
 @pytest.mark.parametrize(("x", "out"), [("bf16", "fp8e4nv"), ("fp32", "fp8e5")])

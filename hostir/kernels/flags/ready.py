@@ -21,6 +21,7 @@ from hostir.kernels.devices import (
     INTERPRETED,
     check_device,
 )
+from hostir.kernels.flags.signals import CallEnd
 from hostir.kernels.layout import launch_layout
 
 MAX_POLLS = 20_000_000  # a poll takes a round trip to the L2 cache, about a microsecond
@@ -48,6 +49,7 @@ class ReadyFlags:
             the stream before the previous kernel has ended when this kernel starts.
         reserved_sms: the number of SMs that the kernel leaves to other streams. For example, kernels that raise flags
             of peers need them.
+        ending: the end of a call, which the kernel carries out when it ends; None if something else ends the call.
     """
 
     flags: torch.Tensor
@@ -58,6 +60,12 @@ class ReadyFlags:
     polls: int = MAX_POLLS
     overlapped_sms: int = 0
     reserved_sms: int = 0
+    ending: CallEnd | None = None
+
+    @property
+    def ends(self) -> int:
+        """The size of the `CallEnd` that the kernel carries out; 0 without one."""
+        return 0 if self.ending is None else self.ending.size
 
 
 def fits_32_bits(epoch: int) -> bool:
@@ -76,7 +84,7 @@ def ready_layout(ready: ReadyFlags | None) -> tuple[object, ...] | None:
     pinned = timeouts.device.type == "cpu" and timeouts.is_pinned()
     return (
         *(launch_layout(ready.flags), launch_layout(timeouts), pinned, fits_32_bits(ready.epoch)),
-        *(ready.first, ready.source, ready.polls, ready.overlapped_sms, ready.reserved_sms),
+        *(ready.first, ready.source, ready.polls, ready.overlapped_sms, ready.reserved_sms, ready.ends),
     )
 
 

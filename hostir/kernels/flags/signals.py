@@ -7,8 +7,8 @@ kernel waits only for the earlier work of its stream, and copies of other stream
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -22,6 +22,9 @@ from hostir.kernels.devices import (
     load,
     only_loads,
 )
+
+if TYPE_CHECKING:
+    from hostir.kernels.flags.ready import ReadyFlags
 
 
 @triton.jit(do_not_specialize=["flag", "epoch"])
@@ -92,10 +95,16 @@ def end_call(ending, SIZE: tl.constexpr):
 
 
 class Ending(NamedTuple):
-    """The fields of a `CallEnd` that a kernel needs: the addresses of its table and of its counter."""
+    """The fields of a `CallEnd` that a kernel needs: its table and its counter."""
 
     table: Any
     arrived: Any
+
+    @classmethod
+    def of(cls, ready: ReadyFlags | None, pointer: Callable[[torch.Tensor], Any]) -> Ending | None:
+        """Return the argument for a kernel that waits for `ready`. `pointer` converts a tensor to an argument."""
+        end = None if ready is None else ready.ending
+        return None if end is None else cls(pointer(end.table), pointer(end.arrived))
 
 
 class CallEnd:

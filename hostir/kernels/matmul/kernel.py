@@ -53,7 +53,7 @@ class Constants(NamedTuple):
         PUSHED: the number of pieces that are copied to peers, rounded up to a power of 2; 0 without copies.
         ALIGNED: the targets of the pieces are aligned to 16 bytes.
         ADDS: the product is added to the old values of the output.
-        ENDS: 0, or the size of a `CallEnd`: the kernel ends the call.
+        ENDS: 0, or the size of the `CallEnd` that the kernel carries out.
     """
 
     BM: int

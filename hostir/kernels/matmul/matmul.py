@@ -30,7 +30,6 @@ from hostir.kernels.flags.copies import PushKernel
 from hostir.kernels.flags.done import DoneFlags, done_layout, done_rows
 from hostir.kernels.flags.pushed import pushed_rows
 from hostir.kernels.flags.ready import ReadyFlags, block_rows, ready_layout
-from hostir.kernels.flags.signals import CallEnd
 from hostir.kernels.layout import launch_layout, rows_or_copy
 from hostir.kernels.matmul.estimate import choose, rounded_up
 from hostir.kernels.matmul.kernel import Constants, Strides
@@ -147,7 +146,6 @@ def multiply(
     scales: FlatScales | None = None,
     adds: bool = False,
     pushed: PushKernel | None = None,
-    ending: CallEnd | None = None,
 ) -> Again | None:
     """Compute the same as `matmul`, and return a function that repeats the call for the same layouts and addresses.
 
@@ -160,8 +158,6 @@ def multiply(
         pushed: copies of pieces of `out` to peers. Each piece consists of complete rows. The kernel stores the pieces
             from registers, and raises the flags of the pieces when it ends. `out` must be contiguous, and `ready` and
             `done` must be None.
-        ending: the end of a call, which the kernel carries out when it ends. It needs `ready`, and a result that is not
-            empty.
 
     `b` is `[K, N]`. The other arguments are as in `matmul`.
     """
@@ -171,19 +167,17 @@ def multiply(
         TAPING.writer.incomplete()  # a later call may have another setting
     if own_rows is not None and not own_rows.is_contiguous():
         own_rows, moved = rows_or_copy(own_rows), True
-    call = MatmulCall(a, b, out, own_rows, bias, scales, ready, done, pushed, ending)
+    call = MatmulCall(a, b, out, own_rows, bias, scales, ready, done, pushed)
     options = _Options(use_descriptors, tile, tf32, adds)
     layouts = (
         *(launch_layout(a), launch_layout(b), launch_layout(out), launch_layout(own_rows), launch_layout(bias)),
         None if scales is None else (launch_layout(scales.of_a), launch_layout(scales.of_b), scales.fast),
         *(ready_layout(ready), done_layout(done), None if pushed is None else pushed.layout, options),
-        0 if ending is None else ending.size,
     )
     launch = _launches.get(layouts)
     if launch is None:
         launch = _loaded(call, options)
         if launch is None:
-            assert ending is None, "no kernel is launched that could end the call"
             if not adds:
                 _write_empty_product(out, bias)
             if pushed is not None:
@@ -247,7 +241,7 @@ def _loaded(call: MatmulCall, options: _Options) -> MatmulLaunch | None:
 
 def _prepare(call: MatmulCall, options: _Options, too_large: Mapping[Tile, TooLargeError]) -> MatmulLaunch | None:
     """Prepare a launch with a tile that is not in `too_large`. Return None if no kernel is needed."""
-    a, b, out, own_rows, bias, scales, ready, done, pushed, ending = call
+    a, b, out, own_rows, bias, scales, ready, done, pushed = call
     use_descriptors, tile, tf32, adds = options
     scale_a, scale_b, fast = scales or (None, None, False)
     device = check_device(a=a, b=b, out=out, bias=bias, own_rows=own_rows, scale_a=scale_a, scale_b=scale_b)
@@ -368,7 +362,7 @@ def _prepare(call: MatmulCall, options: _Options, too_large: Mapping[Tile, TooLa
             PUSHED=0 if pushed is None else triton.next_power_of_2(pushed.count),
             ALIGNED=pushed is not None and pushed.layout[2],
             ADDS=adds,
-            ENDS=0 if ending is None else ending.size,
+            ENDS=0 if ready is None else ready.ends,
         ),
         options={"num_stages": tile.stages, "num_warps": tile.warps, **({"launch_pdl": True} if overlapped else {})},
     )

@@ -25,7 +25,7 @@ from hostir.kernels.flags.copies import PushKernel
 from hostir.kernels.flags.done import DoneFlags
 from hostir.kernels.flags.pushed import Pushed
 from hostir.kernels.flags.ready import ReadyFlags
-from hostir.kernels.flags.signals import CallEnd, Ending
+from hostir.kernels.flags.signals import Ending
 from hostir.kernels.matmul.kernel import Bias, Constants, Scales, Strides, Workspace, matmul_kernel
 from hostir.kernels.matmul.operands import Described
 from hostir.kernels.matmul.tiles import Tile
@@ -52,7 +52,6 @@ class MatmulCall(NamedTuple):
     ready: ReadyFlags | None
     done: DoneFlags | None
     pushed: PushKernel | None
-    ending: CallEnd | None
 
 
 @dataclass
@@ -181,7 +180,7 @@ class MatmulLaunch:
         `pointer` converts a tensor to an argument. `descriptor` takes the index of an operand (0 for a, 1 for b, 2 for
         out, 3 for own_rows) and its tensor. It returns the arguments that describe the tensor to TMA.
         """
-        a, b, out, own_rows, bias, scales, ready, done, pushed, ending = call
+        a, b, out, own_rows, bias, scales, ready, done, pushed = call
         operands: tuple[Any, ...]
         if self.described is None:
             operands = (pointer(a), pointer(b), pointer(out), None if own_rows is None else pointer(own_rows))
@@ -199,8 +198,7 @@ class MatmulLaunch:
         copies = None
         if pushed is not None:
             copies = Pushed(pointer(pushed.table), pointer(pushed.arrived), pushed.count, self.pushed_block)
-        ends = None if ending is None else Ending(pointer(ending.table), pointer(ending.arrived))
-        return (*operands, added, factors, first, height, *waits, *raised, copies, ends)
+        return (*operands, added, factors, first, height, *waits, *raised, copies, Ending.of(ready, pointer))
 
     def _descriptor(self, number: int, tensor: torch.Tensor) -> Any:
         assert self.described is not None

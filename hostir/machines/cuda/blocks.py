@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -55,7 +55,7 @@ class BlockSteps:
         stream wait for all blocks, and then launches one kernel.
         """
         kernel = kernels_for(self.context.kernels, torch_dtype(op.dtype)).get(f"{op.computation}_by_blocks")
-        end = self.call.ending(op) if kernel is not None and op.computation in ENDING else None
+        end = self.call.end_within(op) if kernel is not None and op.computation in ENDING else None
         if op.ready is not None and id(op) in self.behind_products:
             op = replace(op, ready=replace(op.ready, overlapped_sms=0))
         ready = op.ready
@@ -68,9 +68,7 @@ class BlockSteps:
     def in_one_kernel(self, op: ComputeOp, kernel: Kernel, end: CallEnd | None) -> Step:
         registers, out, operands, options = self.context.registers, op.out, op.operands, dict(op.options)
         own_rows = NONE if op.ready is None or op.ready.own_rows is None else op.ready.own_rows
-        flags: dict[str, Any] = {"ready": self.ready_flags(op), "done": self.done_flags(op)}
-        if end is not None:
-            flags["ending"] = end
+        flags = {"ready": self.ready_flags(op, end), "done": self.done_flags(op)}
 
         def by_blocks(out: torch.Tensor, own_rows: torch.Tensor | None, *operands: torch.Tensor) -> Again | None:
             return kernel(out, *operands, own_rows=own_rows, **flags, **options)
@@ -80,7 +78,7 @@ class BlockSteps:
             op, lambda: call(registers[out], registers[own_rows], *[registers[x] for x in operands])
         )
 
-    def ready_flags(self, op: ComputeOp) -> ReadyFlags | None:
+    def ready_flags(self, op: ComputeOp, end: CallEnd | None) -> ReadyFlags | None:
         """Return the flags that the kernel of an operation polls; None if it polls no flags."""
         from hostir.kernels.flags.ready import ReadyFlags  # which needs Triton
 
@@ -96,6 +94,7 @@ class BlockSteps:
             polls=int(TIMEOUT.get() / 2 / SECONDS_PER_POLL),  # half the timeout, so that the kernel reports first
             overlapped_sms=ready.overlapped_sms,
             reserved_sms=ready.reserved_sms,
+            ending=end,
         )
 
     def done_flags(self, op: ComputeOp) -> DoneFlags | None:

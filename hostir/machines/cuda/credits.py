@@ -5,7 +5,7 @@ No stream may poll or raise a flag of a call before the previous call has ended.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,8 @@ from hostir.machines.cuda.driver import in_batches, wait_at_least, write
 from hostir.machines.cuda.flags import CudaFlags
 from hostir.machines.cuda.flow_control import CREDITS, Slot
 from hostir.machines.cuda.streams import join, record, wait
-from hostir.plan.operations import CALLER, NONE, BarrierOp, Op, RanksOfTeam
+from hostir.plan.endings import CallEnding
+from hostir.plan.operations import CALLER, NONE, Op
 from hostir.plan.unrolled import UnrolledProgram
 
 if TYPE_CHECKING:
@@ -54,40 +55,12 @@ def takes_credits_first(unrolled: UnrolledProgram) -> bool:
     )
 
 
-def before_reset(unrolled: UnrolledProgram, implied_barriers: Collection[RanksOfTeam]) -> list[int]:
-    """Return the positions of the operations that must end before this rank's flags are reset.
-
-    Flags may be reset, and peers may get credits, when this rank waits for no more flags, raises no more flags of its
-    own, and uses neither its own symmetric memory nor what it reads from peers. What this rank sends to peers does not
-    matter: a peer waits for it before the peer ends its own call.
-
-    Collectives of process groups count, too. So the flags tell what a call waits for while a collective is in flight.
-    The first barriers of the teams `implied_barriers` do not count, because credits replace them.
-    """
-    symmetric, remote = unrolled.symmetric, unrolled.remote
-    own = frozenset([x for x, buffer in enumerate(unrolled.buffers) if buffer in symmetric]) - remote
-    positions = []
-    for at, op in enumerate(unrolled.ops):
-        reads = op.reads
-        if (
-            not (own.isdisjoint(reads) and own.isdisjoint(op.writes) and remote.isdisjoint(reads))
-            or op.awaited_flags
-            or op.by_group
-            or (op.of_team and not (isinstance(op, BarrierOp) and op.number == 0 and op.team in implied_barriers))
-        ):
-            positions.append(at)
-    return positions
-
-
 class CallBoundary:
     """Makes the steps that begin and end a call, and the steps before a stream's first access to a peer.
 
     Fields:
-        last: the position of the last operation that must end before this rank's flags are reset; None without any. If
-            it is on a worker stream, they are reset on that stream, so that other work of the caller's stream may hide
-            the reset.
-        others: the streams with other such operations that need not have ended before operation `last` begins.
-        ends_in_kernel: True if the kernel of operation `last` resets the flags.
+        ending: the operations that must end before the flags are reset.
+        ends_in_kernel: True if a kernel of the program resets the flags when it ends.
         credits_taken: the event that a stream records after it has taken the credits; None before that step is made.
         after_credits: the streams that take the credits or wait for this event.
         start: the event that the caller's stream records at the beginning of the call.
@@ -103,11 +76,7 @@ class CallBoundary:
         self.start = torch.cuda.Event()
         self.forked = set[int]()
         self.unforked = {id(op) for op in unforked(context.unrolled)}
-        unrolled = context.unrolled
-        earlier = before_reset(unrolled, flags.flow_control.implied_barriers)
-        self.last = last = earlier.pop() if earlier else None
-        ops, order = unrolled.ops, unrolled.order
-        self.others = {ops[at].stream for at in earlier if last is not None and not order.precedes(at, last)}
+        self.ending = CallEnding.of(context.unrolled, flags.flow_control.implied_barriers)
         self.ends_in_kernel = False
 
     def begin_call(self) -> list[Step]:
@@ -150,13 +119,12 @@ class CallBoundary:
         needed = len(self.flow_control.signaled)
         return in_batches([wait_at_least(count, needed), write(count, 0)] if needed else [])
 
-    def ending(self, op: Op) -> CallEnd | None:
+    def end_within(self, op: Op) -> CallEnd | None:
         """Return the end of the call if the kernel of an operation may carry it out, else None.
 
         The kernel must wait for flags, and nothing else must have to end before the flags are reset.
         """
-        ops, others = self.context.unrolled.ops, self.others or self.flow_control.unawaited
-        if self.last is None or ops[self.last] is not op or others or not op.awaited_flags:
+        if not self.ending.within(op) or self.flow_control.unawaited:
             return None
         self.ends_in_kernel = self.end is not None
         return self.end
@@ -189,21 +157,20 @@ class CallBoundary:
         They wait for late flags, reset this rank's flags, grant credits to peers, and make the caller's stream wait for
         all other streams.
         """
-        streams, unrolled = self.context.streams, self.context.unrolled
+        streams = self.context.streams
         late = [wait_at_least(self.local(slot), epoch) for slot, epoch in self.flow_control.unawaited.items()]
-        on_caller = self.last is None or unrolled.ops[self.last].by_group or late or CALLER in self.others
-        stream = CALLER if on_caller or self.last is None else unrolled.ops[self.last].stream
+        stream = CALLER if late else self.ending.stream
 
         def joins(stream: int, others: Iterable[int]) -> list[tuple[int, Step]]:
             return [(CALLER, partial(join, streams, stream, other, torch.cuda.Event())) for other in others]
 
-        unjoined = set(unrolled.order.unjoined)
+        unjoined = set(self.context.unrolled.order.unjoined)
         end: list[tuple[int, Step]] = []
         if self.end is not None and not self.ends_in_kernel:
             end = [(stream, self.end)]
             if stream != CALLER:
                 return [
-                    *joins(stream, sorted(self.others - {stream})),
+                    *joins(stream, sorted(self.ending.others - {stream})),
                     *end,
                     *joins(CALLER, sorted(unjoined | {stream})),
                 ]
