@@ -8,13 +8,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from hostir.ir.comm_ops import LOW_LATENCY, AllReduce, Communication, Implemented, check_team
+from hostir.ir.comm_ops import (
+    LOW_LATENCY,
+    AllGather,
+    AllReduce,
+    Communication,
+    Implemented,
+    ReduceScatter,
+    check_team,
+)
 from hostir.ir.host_ops import For
 from hostir.ir.op import REGISTRY, Ref, Statement, Value
-from hostir.ir.program import Program, rewrite
+from hostir.ir.program import Program, rewrite, stated_hosts
+from hostir.ir.sizes import Size
 from hostir.ir.source import HostIRError, error
 from hostir.ir.tensor_ops import TensorOp
-from hostir.ir.types import STREAM, Kind
+from hostir.ir.types import STREAM, Axis, Factor, Kind
 from hostir.lower import Pass
 from hostir.lower.host import Host
 from hostir.lower.loops import Slices
@@ -24,6 +33,7 @@ from hostir.lower.slices import SlicedGroup, SlicePlace, operand_places, result_
 NOT_OVERLAPPED = "not overlapped"  # begins the comment of a communication that is not sliced
 NO_STREAM_AXIS = "no tensor has a Stream axis to slice it along, and the program is sequential"
 NOT_SLICED = "no Stream axis slices it"
+MIN_ROWS = 128  # rows of a slice that the pass chooses: a tile of a matmul
 
 
 @dataclass(frozen=True)
@@ -87,11 +97,17 @@ class Pipeline(Pass):
     It generalises nvFuser's collective-based pipeline (its pull request 3606, later its StreamParallelType pass): all
     statements that can be sliced along the Stream axis run in one loop. A communication outside of all loops gets a
     comment with the reason.
+
+    If ranks are on several hosts, and no tensor has a Stream axis, the pass chooses one for each communication of rows:
+    see `with_slices`. There are then at most `slices` slices.
     """
 
     name = "pipeline"
+    slices: int = 4
 
     def run(self, program: Program) -> Program:
+        if stated_hosts(program) > 1 and not any(annotated(program)):
+            program = with_slices(program, self.slices)
         sliced = groups(program)
         for group in sliced:
             if group.left_out and not group.communicates:  # a loop without communication would hide nothing
@@ -102,6 +118,55 @@ class Pipeline(Pass):
         reasons = dict.fromkeys(communications - in_loops, NOT_SLICED if sliced else NO_STREAM_AXIS)
         reasons |= {name: why.diagnostics[0].message for group in sliced for name, why in group.left_out.items()}
         return build(with_reasons(program, reasons), loops)
+
+
+def with_slices(program: Program, most: int) -> Program:
+    """Return the fusion with a Stream part in the rows that each of its communications moves, where that is possible.
+
+    The rows of an allgather or a reduce_scatter are those of a rank, and the rows of an allreduce are those of its
+    first axis. They are cut into the largest number of slices, at most `most`, that divides them and leaves MIN_ROWS
+    rows to each slice. A communication that a loop of an earlier one contains is not cut again.
+    """
+    for s in program.body:
+        if not isinstance(s, AllGather | ReduceScatter | AllReduce):
+            continue
+        cut = _cut(program, result_of(s).name, most)
+        if cut is None or any(result_of(s).name in group.places for group in groups(program)):
+            continue
+        try:
+            looped = {result_of(each).name for group in groups(cut) for each in group.statements}
+        except HostIRError:  # its slices do not fit those of another loop
+            continue
+        if result_of(s).name in looped:
+            program = cut
+    return program
+
+
+def _cut(program: Program, name: str, most: int) -> Program | None:
+    """Return the fusion with a Stream part in the rows of the communication with result `name`; None if none fits."""
+    s = next(s for s in program.body if result_of(s).name == name)
+    assert isinstance(s, AllGather | ReduceScatter | AllReduce)
+    rows = s.x if isinstance(s, AllGather) else s.out
+    axes = rows.tensor.axes
+    k = rows.tensor.axis_on(s.over) if not isinstance(s, AllReduce) else 0
+    if k is None or k == len(axes) - 1:
+        return None
+    *outer, inner = axes[k].factors
+    if inner.on == s.over:  # the rows of all ranks
+        ranks = Size(s.mesh.size(s.over))
+        outer, inner = [*outer, Factor(ranks, s.over)], Factor(inner.extent / ranks)
+    extent = inner.extent.value
+    if inner.on is not None or extent is None:
+        return None
+    count = next((n for n in range(most, 1, -1) if extent % n == 0 and extent >= n * MIN_ROWS), 1)
+    if count == 1:
+        return None
+    axis = Axis((*outer, Factor(Size(count), STREAM), Factor(inner.extent / count)))
+    split = [axis if i == k else old for i, old in enumerate(rows.tensor.axes)]
+    value = replace(rows, type=rows.tensor.with_axes(split))
+    values = {rows.name: value}
+    inputs, outputs = (tuple(values.get(v.name, v) for v in vs) for vs in (program.inputs, program.outputs))
+    return replace(program, inputs=inputs, outputs=outputs, body=tuple(s.rename(values) for s in program.body))
 
 
 def with_reasons(program: Program, reasons: Mapping[str, str]) -> Program:

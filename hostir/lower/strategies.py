@@ -48,7 +48,7 @@ FINISH: tuple[Pass, ...] = (FreeBuffers(), Tidy(), MakeDense())
 
 STRATEGIES: dict[str, Strategy] = {
     "sequential": Strategy(lambda _: (*EXPLICIT, Sequential(), *FINISH)),
-    "pipeline": Strategy(lambda n: (*EXPLICIT, Pipeline(), AssignStreams(n), Stagger(), *FINISH), (2, 4)),
+    "pipeline": Strategy(lambda n: (*EXPLICIT, Pipeline(n), AssignStreams(n), Stagger(), *FINISH), (2, 4)),
     "ring": Strategy(lambda n: (*EXPLICIT, Ring(n), *FINISH), (2, 4)),
     "chain": Strategy(lambda n: (*EXPLICIT, Chain(n), *FINISH), (2, 4)),
     "fused": Strategy(lambda n: (*EXPLICIT, Fused(n), *FINISH), (1, 2)),
