@@ -198,10 +198,11 @@ KERNELS: Knob[str] = Knob(
     "auto",
     "auto, triton, cublas or aten",
     _one_of("auto", "triton", "cublas", "aten"),
-    "The kernels that compute. triton: matmuls and sums in Triton, the rest in ATen. cublas: matmuls by cuBLAS, sums "
-    "in Triton, the rest in ATen. aten: all in ATen. auto on a CPU: as aten. auto on a GPU: as cublas, but matmuls "
-    "that wait for flags or raise them are in Triton. With auto, the strategy `auto` on GPUs tries the kernels cublas "
-    "and triton, and takes the faster ones. ATen always computes f64.",
+    "The kernels that compute. triton: matmuls and sums in Triton, the rest in ATen; on a GPU, cuBLAS computes matmuls "
+    "that add to their result without flags. cublas: matmuls by cuBLAS, sums in Triton, the rest in ATen. aten: all in "
+    "ATen. auto on a CPU: as aten. auto on a GPU: as cublas, but matmuls that wait for flags or raise them are in "
+    "Triton. With auto, the strategy `auto` on GPUs tries the kernels cublas and triton, and takes the faster ones. "
+    "ATen always computes f64.",
 )
 CACHE: Knob[Path | None] = Knob(
     "HOSTIR_CACHE",

@@ -21,7 +21,7 @@ from hostir.kernels.matmul.estimate import IN_L2, right_bytes
 from hostir.kernels.matmul.tiles import MIN_OWN_ROWS, Gemm
 from hostir.machines.normed import NormedSum
 from hostir.machines.pushes import PushedProduct, Pushes
-from hostir.plan.endings import CallEnding
+from hostir.plan.endings import ENDING, CallEnding
 from hostir.plan.lifetimes import workspace_buffers
 from hostir.plan.operations import (
     CALLER,
@@ -356,8 +356,9 @@ class RankTasks:
         """Add the task that resets this rank's flags."""
         ending = CallEnding.of(self.unrolled)
         within = ""
-        if isinstance(ending.last, ComputeOp) and ending.within(ending.last):
-            within = "matmul" if ending.last.place.statement.contracts else "sum"
+        last = ending.last
+        if isinstance(last, ComputeOp) and last.computation in ENDING and ending.within(last):
+            within = "sum" if last.computation == "sum" else "matmul"
         self.issue(ending.stream, EndOfCall(within), *map(self.last.get, ending.others), launch="compute")
 
     def issue(self, lane: Any, work: TaskWork, *joins: CostTask | None, launch: str = "") -> CostTask:

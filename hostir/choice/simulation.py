@@ -217,7 +217,7 @@ class Costs:
         if task.raises:
             return self.by_blocks(task, 0.0, [])[0]
         if isinstance(work, Gemm):
-            gemms = self.adding if task.added else self.gemms
+            gemms = self.adding if task.added and not task.blocks else self.gemms
             return gemms.time(work, task.cached) + task.added / h.operands / 1e3
         if isinstance(work, Traffic):
             return (h.small_kernel * self.kernel_count(work) or IN_SUM) + self.traffic(work)

@@ -118,7 +118,7 @@ def _by_blocks(right_side: RightSide) -> Kernel:
 
     The kernel computes a block of rows once the block's flag has risen. `own_rows` replace block `ready.first`, which
     needs no flag. If the leading axes of `a` and `out` merge, the kernel is one launch. Otherwise the kernel launches
-    several times, and the last launches raise all flags of `done` and end the call of `ready.ending`.
+    several times. Two more launches may follow: one raises all flags of `done`, and one ends the call (`ready.ending`).
 
     The kernel raises HostIRError if the leading axes do not merge and the blocks do not fit the slices of the outermost
     axis (see `_contract_ready`).

@@ -553,6 +553,7 @@ def add_up(
         raise ValueError(f"out overlaps itself: shape {list(out.shape)}, strides {list(out.stride())}")
     if ready is not None or done is not None or own_rows is not None:
         _check_blocks(x, out, axis, ready, done, own_rows)
+    assert ready is None or ready.ending is None or (out.numel() and x.shape[axis]), "a kernel must end the call"
     if out.numel() == 0:
         return None
     if not x.shape[axis]:

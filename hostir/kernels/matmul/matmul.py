@@ -178,6 +178,7 @@ def multiply(
     if launch is None:
         launch = _loaded(call, options)
         if launch is None:
+            assert ready is None or ready.ending is None, "a kernel must end the call"
             if not adds:
                 _write_empty_product(out, bias)
             if pushed is not None:

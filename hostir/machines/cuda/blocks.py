@@ -23,6 +23,7 @@ from hostir.machines.cuda.context import PlanContext
 from hostir.machines.cuda.credits import CallBoundary
 from hostir.machines.cuda.driver import in_batches, wait_at_least, write
 from hostir.machines.cuda.flags import CudaFlags
+from hostir.plan.endings import ENDING
 from hostir.plan.operations import NONE, ComputeOp
 
 if TYPE_CHECKING:
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from hostir.kernels.flags.ready import ReadyFlags
     from hostir.kernels.flags.signals import CallEnd
 
-ENDING = ("matmul", "linear", "scaled_matmul", "sum")  # computations whose kernels can end a call
 SECONDS_PER_POLL = 1e-6  # a kernel's poll takes a round trip to the L2 cache
 
 

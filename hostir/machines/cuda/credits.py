@@ -124,16 +124,25 @@ class CallBoundary:
 
         The kernel must wait for flags, and nothing else must have to end before the flags are reset.
         """
-        if not self.ending.within(op) or self.flow_control.unawaited:
+        if not self.ending.within(op) or not self.early:
             return None
         self.ends_in_kernel = self.end is not None
         return self.end
+
+    @property
+    def early(self) -> bool:
+        """True if the flags may be reset before the rest of the call has ended.
+
+        The call must have waited for all its flags, and every peer that this rank signals must signal this rank. Then
+        the call no longer waits for any peer, not even for a credit. Else the flags tell what the call waits for.
+        """
+        return not self.flow_control.unawaited and self.flow_control.signaled <= self.flow_control.signalers
 
     @cached_property
     def end(self) -> CallEnd | None:
         """The reset of this rank's flags and the credits for peers; None if there are neither flags nor peers.
 
-        It is complete only when all barriers have their steps.
+        Read it only after the steps of all barriers have been made.
         """
         memory = self.flags.memory
         flags = [*map(self.local, self.flow_control.raised), *self.flags.arrivals()]
@@ -154,12 +163,12 @@ class CallBoundary:
     def end_call(self) -> list[tuple[int, Step]]:
         """Return the steps that end a call, each with the stream that must be current.
 
-        They wait for late flags, reset this rank's flags, grant credits to peers, and make the caller's stream wait for
-        all other streams.
+        They make the caller's stream wait for all other streams. Unless a kernel of the program ends the call, they
+        also wait for late flags, reset this rank's flags, and grant credits to peers.
         """
         streams = self.context.streams
         late = [wait_at_least(self.local(slot), epoch) for slot, epoch in self.flow_control.unawaited.items()]
-        stream = CALLER if late else self.ending.stream
+        stream = self.ending.stream if self.early else CALLER
 
         def joins(stream: int, others: Iterable[int]) -> list[tuple[int, Step]]:
             return [(CALLER, partial(join, streams, stream, other, torch.cuda.Event())) for other in others]

@@ -7,9 +7,11 @@ credit from every rank whose flags it raises in the call. Then it sets its count
 a peer a second credit before the peer has consumed the first one: the rank's next call ends only after the peer has
 raised its flags, and the peer consumes the credit before it raises them.
 
-A credit also says that the rank has finished the previous call. So the credits of a team can replace its first barrier,
-if no rank of the team does anything that concerns a peer before the barrier. Credits say nothing about ranks that are
-reached only through a third rank. So they cannot replace the first barrier of a second team.
+A credit also says that the rank no longer uses what its peers may access: its own symmetric memory, and the memory of
+peers that it reads. Its writes to peers have arrived, or the peer waits for them before it ends its own call. So the
+credits of a team can replace its first barrier, if no rank of the team does anything that concerns a peer before the
+barrier. Credits say nothing about ranks that are reached only through a third rank. So they cannot replace the first
+barrier of a second team.
 """
 
 from __future__ import annotations

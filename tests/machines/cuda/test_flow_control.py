@@ -14,7 +14,8 @@ from hostir.call.random import random_inputs
 from hostir.check import prove
 from hostir.machines.binding import Step, places
 from hostir.machines.cuda.credits import CallBoundary
-from hostir.plan.operations import CALLER
+from hostir.plan.endings import CallEnding
+from hostir.plan.operations import CALLER, WaitOp
 from hostir.plan.unroll import unroll
 from tests.machines.cuda.simulated_gpus import Gpus, Stream, gpus, plans
 from tests.machines.cuda.test_onesided import check_calls
@@ -65,6 +66,12 @@ BODIES = {
     "a first barrier behind a read of what peers overwrite": f"""put %x -> %box at %r over didx
   put %box -> %keep at %r over didx   barrier of %x over didx
   {SENT}   wait_signal %f[0] >= 1   copy %keep -> %y""",
+    "a put that no signal follows": f"""barrier of %x over didx   signal %f[0] = 1 at {NEXT}
+  put %x -> %box at %r over didx   copy %box -> %y
+  signal %f[1] = 1 at {NEXT}   wait_signal %f[0] >= 1
+  set_stream 1   synchronize %user   wait_signal %f[1] >= 1
+  set_stream 0   synchronize 1   put %x -> %box at {NEXT}
+  set_stream %user   synchronize 0""",
     "a first barrier behind a signal that peers go on from": f"""signal %f[0] = 1 at %r over didx
   barrier of %x over didx   signal %f[0] = 2 at {NEXT}   wait_signal %f[0] >= 2   copy %x -> %y""",
 }
@@ -187,6 +194,41 @@ def test_a_flag_that_nothing_waits_for_is_awaited_before_the_call_ends(
         f"barrier of %x over didx   {SENT}   signal %f[1] = 1 at {NEXT}   wait_signal %f[0] >= 1   copy %box -> %y"
     )
     assert how_it_ends(late, gpus, monkeypatch) == (False, ["caller"])
+
+
+BLAME = """if %r == 0 { set_stream 0   synchronize %user   signal %f[0] = 1 at 2 over didx
+    set_stream 1   wait_signal %f[1] >= 1   set_stream %user   synchronize 0   synchronize 1 }
+  if %r == 1 { signal %f[1] = 1 at 0 over didx }
+  if %r == 2 { wait_signal %f[0] >= 1 }
+  copy %x -> %y"""
+
+
+def test_a_call_that_waits_for_a_credit_names_no_flag_that_has_come(
+    gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = plans(gpus, program(BLAME, ranks=3), [[torch.ones(1, 4)] for _ in range(3)], monkeypatch)
+    for rank in (0, 1):  # rank 2 makes no call, so rank 0 gets no second credit from it
+        gpus.current = Stream()
+        for _ in range(2):
+            mine[rank].run([torch.ones(1, 4)])
+    gpus.advance()
+    assert any(stream.tasks for stream in gpus.streams)
+    assert mine[0].busy() == []
+
+
+def test_a_collective_in_flight_holds_the_end_of_the_call_until_a_stream_has_waited_for_it() -> None:
+    exchanged = program(
+        f"""barrier of %x over didx   {SENT}   wait_signal %f[0] >= 1
+  %h = exchange %box to (%r + 1) % 2, %keep from (%r + 1) % 2 over didx
+  set_stream 0   synchronize %user   signal %f[1] = 1 at {NEXT}   wait_signal %f[1] >= 1
+  set_stream %user   synchronize 0   wait %h   copy %keep -> %y""",
+        "%box %keep",
+    )
+    unrolled = unroll(exchanged, 0, {})
+    ending = CallEnding.of(unrolled)
+    waits = next(op for op in unrolled.ops if isinstance(op, WaitOp))
+    assert unrolled.ops.index(ending.last) >= unrolled.ops.index(waits)
+    assert ending.stream == CALLER
 
 
 OVERWRITTEN = {
