@@ -52,6 +52,7 @@ OTHERS = {
     "generate": "decodes with a cache; it has not been run on GPUs",
     "train": "trains a stack of layers; it has not been run on GPUs",
     "on_eight": "runs other benchmarks; it has not been run on 8 GPUs",
+    "tape_entries": "compares entries of tapes with a C loop; it has not been run on GPUs",
     "profile": "draws [pictures](../../docs/images) of kernels",
 }
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import tape_entries
 from hostir.kernels import parameters
 from hostir.kernels.parameters import KernelLaunch, packed, parameter_types
 from hostir.machines.cuda.driver import Memcpy2D, wait_at_least, write
@@ -97,6 +98,19 @@ def test_it_builds_without_warnings(tmp_path: Path) -> None:
 KERNEL = ctypes.create_string_buffer(b"ppilbfpp")  # a letter for each parameter; the last two are scratch memory
 
 
+def test_the_benchmarks_loop_in_c_makes_the_calls_of_a_tape(module: Any, driver: FakeDriver) -> None:
+    segment = every_entry(dependent=False)
+    loop, library = tape_entries.build().loop, ctypes.CDLL(str(driver.path))
+    for entry, handle in zip(segment.entries, (0x100, 0x200, 0x200, 0x100, 0x100, 0x200), strict=True):
+        alone = replace(entry, stream=0, addresses=())
+        by_tape, by_loop = tape_entries.both(alone, handle, module, loop, library, 3)
+        assert by_tape() > 0
+        issued = driver.take()
+        assert len(issued) == 3
+        assert by_loop() > 0
+        assert driver.take() == issued
+
+
 @dataclass
 class Compiled:
     """A compiled kernel."""
@@ -111,9 +125,9 @@ def kernel(**changed: Any) -> KernelLaunch:
     return replace(usual, **changed)
 
 
-def every_entry() -> Segment:
+def every_entry(**changed: Any) -> Segment:
     writer = recorded()
-    writer.launch(Compiled(kernel()), 132, 0x100, (A.begin + 32, FIXED.begin, None, (7, 1 << 40), True, 0.5))
+    writer.launch(Compiled(kernel(**changed)), 132, 0x100, (A.begin + 32, FIXED.begin, None, (7, 1 << 40), True, 0.5))
     writer.memory_ops([wait_at_least(FIXED.begin + 8, 3), write(0x99999, 4)], 0x200)
     writer.copy(B.begin, A.begin + 16, 64, 0x200)
     rows = Memcpy2D(x_address=A.begin, out_address=FIXED.begin, x_pitch=32, out_pitch=64, width=16, height=2)
