@@ -1,9 +1,12 @@
 """Sum tensors of all ranks in one kernel and one exchange, without flags: the data themselves show that they are there.
 
 Each rank has slots in symmetric memory, one for each rank. An empty slot is all zeros. The kernel stores this rank's
-summands into its slot at every peer. Then it waits until no element of its own slots is zero, adds up the summands in
-the order of the ranks, and empties the slots. The bits of an element are inverted before they are stored. So the only
-element that would look like an empty slot is the NaN whose bits are all ones. Another NaN is sent in its place.
+summands into its slot at every peer. It waits until no element of its own slots is zero, adds up the summands in the
+order of the ranks, and empties the slots. It does this block by block, and sends a few blocks before it waits for the
+first one. So the link and the memory are busy at the same time.
+
+The bits of an element are inverted before they are stored. So the only element that would look like an empty slot is
+the NaN whose bits are all ones. Another NaN is sent in its place.
 
 All slots exist twice, and calls use the two halves in turn. No rank can overwrite data that a peer still needs: in call
 c + 2 a rank stores into the slots of call c. Before that, it received data of call c + 1 from every peer. A peer sends
@@ -41,6 +44,9 @@ PROGRAMS = 128  # the most programs, each on its own SM: they must run at the sa
 VECTOR = 16  # bytes that a thread moves at a time
 BLOCKS = 512, 16 << 10  # the least and the most bytes of a block
 MAX_WARPS, LONGEST = 16, 8192  # a longer row gets twice the warps, so that registers hold it
+# The blocks that a program sends before it waits for the first one. A block goes over the link in about 5 us.
+AHEAD = 2
+_AHEAD = tl.constexpr(AHEAD)
 
 
 @triton.jit
@@ -131,15 +137,23 @@ def low_latency_kernel(
     half = (call & 1) * RANKS * room
     number = tl.arange(0, BLOCK)
     step = length * UNIT if ROWS else BLOCK
-    for begin in range(program * step, size, programs * step):
+    stride, place = programs * step, half + RANK * room
+    ahead = stride * _AHEAD
+    for begin in range(program * step, tl.minimum(size, program * step + ahead), stride):
         at = begin + number
         mask = number < step if ROWS else at < size
         for i in tl.static_range(1, RANKS):  # ranks begin with different peers
-            to_peer = slots[(RANK + i) % RANKS] + half + RANK * room
-            _send(x + (RANK + i) % RANKS * size.to(tl.int64) * SCATTERS, to_peer, at, mask)
+            of_peer = x + (RANK + i) % RANKS * size.to(tl.int64) * SCATTERS
+            _send(of_peer, slots[(RANK + i) % RANKS] + place, at, mask)
     tl.debug_barrier()  # no thread waits before all threads have sent
-    x += RANK * size.to(tl.int64) * SCATTERS
-    for begin in range(program * step, size, programs * step):
+    own = x + RANK * size.to(tl.int64) * SCATTERS
+    for begin in range(program * step, size, stride):
+        if size - begin > ahead:
+            at = begin + ahead + number
+            mask = number < step if ROWS else at < size
+            for i in tl.static_range(1, RANKS):
+                of_peer = x + (RANK + i) % RANKS * size.to(tl.int64) * SCATTERS
+                _send(of_peer, slots[(RANK + i) % RANKS] + place, at, mask)
         at = begin + number
         mask = number < step if ROWS else at < size
         if ROWS:  # these loads do not wait for peers
@@ -148,7 +162,7 @@ def low_latency_kernel(
         total = tl.zeros((BLOCK,), dtype=tl.float32)
         for rank in tl.static_range(RANKS):
             if rank == RANK:
-                bits = tl.load(x + at, mask=mask, other=0)
+                bits = tl.load(own + at, mask=mask, other=0)
             else:
                 bits = _receive(slots[RANK] + half + rank * room, at, mask)
             summand = to_float32(bits.to(FLOAT, bitcast=True))

@@ -8,7 +8,18 @@ import pytest
 import torch
 
 from hostir.kernels import aten
-from hostir.kernels.low_latency import BITS, FLOATS, NO_ROWS, PROGRAMS, Epilogue, LowLatencySum, RowTensors
+from hostir.kernels.low_latency import (
+    AHEAD,
+    BITS,
+    BLOCKS,
+    FLOATS,
+    NO_ROWS,
+    PROGRAMS,
+    Epilogue,
+    LowLatencySum,
+    RowTensors,
+)
+from tests.kernels.checking import multiprocessors
 
 CPU = torch.device("cpu")
 
@@ -88,6 +99,20 @@ def test_a_rank_gets_the_sums_of_all_ranks_and_empties_its_slots(
         out = torch.full((size,), float("nan"), dtype=dtype)
         wanted = expected([job.part(x, rank) for x in summands])
         job.call(number, summands, out)
+        assert torch.equal(out, wanted)
+
+
+@pytest.mark.parametrize("scatters", [False, True])
+@pytest.mark.parametrize("blocks", [AHEAD, AHEAD + 1, 3 * AHEAD + 1])
+def test_a_program_of_several_blocks_sends_all_of_them_and_receives_all_of_them(blocks: int, scatters: bool) -> None:
+    size = BLOCKS[1] // 2 * (2 * blocks - 1)  # of two programs, one has a block less
+    job = Ranks(3, 1, torch.bfloat16, size, scatters=scatters)
+    for number in range(3):
+        summands = [torch.randn(size * (3 if scatters else 1)).bfloat16() for _ in range(3)]
+        out = torch.full((size,), float("nan")).bfloat16()
+        wanted = expected([job.part(x, 1) for x in summands])
+        with multiprocessors(2):
+            job.call(number, summands, out)
         assert torch.equal(out, wanted)
 
 
