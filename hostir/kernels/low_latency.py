@@ -45,8 +45,8 @@ VECTOR = 16  # bytes that a thread moves at a time
 BLOCKS = 512, 16 << 10  # the least and the most bytes of a block
 MAX_WARPS, LONGEST = 16, 8192  # a longer row gets twice the warps, so that registers hold it
 # The blocks that a program sends before it waits for the first one. A block goes over the link in about 5 us.
-AHEAD = 2
-_AHEAD = tl.constexpr(AHEAD)
+IN_FLIGHT = 2
+_IN_FLIGHT = tl.constexpr(IN_FLIGHT)
 
 
 @triton.jit
@@ -138,8 +138,8 @@ def low_latency_kernel(
     number = tl.arange(0, BLOCK)
     step = length * UNIT if ROWS else BLOCK
     stride, place = programs * step, half + RANK * room
-    ahead = stride * _AHEAD
-    for begin in range(program * step, tl.minimum(size, program * step + ahead), stride):
+    distance = stride * _IN_FLIGHT
+    for begin in range(program * step, tl.minimum(size, program * step + distance), stride):
         at = begin + number
         mask = number < step if ROWS else at < size
         for i in tl.static_range(1, RANKS):  # ranks begin with different peers
@@ -148,8 +148,8 @@ def low_latency_kernel(
     tl.debug_barrier()  # no thread waits before all threads have sent
     own = x + RANK * size.to(tl.int64) * SCATTERS
     for begin in range(program * step, size, stride):
-        if size - begin > ahead:
-            at = begin + ahead + number
+        if size - begin > distance:
+            at = begin + distance + number
             mask = number < step if ROWS else at < size
             for i in tl.static_range(1, RANKS):
                 of_peer = x + (RANK + i) % RANKS * size.to(tl.int64) * SCATTERS

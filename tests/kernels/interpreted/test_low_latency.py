@@ -9,10 +9,10 @@ import torch
 
 from hostir.kernels import aten
 from hostir.kernels.low_latency import (
-    AHEAD,
     BITS,
     BLOCKS,
     FLOATS,
+    IN_FLIGHT,
     NO_ROWS,
     PROGRAMS,
     Epilogue,
@@ -103,7 +103,7 @@ def test_a_rank_gets_the_sums_of_all_ranks_and_empties_its_slots(
 
 
 @pytest.mark.parametrize("scatters", [False, True])
-@pytest.mark.parametrize("blocks", [AHEAD, AHEAD + 1, 3 * AHEAD + 1])
+@pytest.mark.parametrize("blocks", [IN_FLIGHT, IN_FLIGHT + 1, 3 * IN_FLIGHT + 1])
 def test_a_program_of_several_blocks_sends_all_of_them_and_receives_all_of_them(blocks: int, scatters: bool) -> None:
     size = BLOCKS[1] // 2 * (2 * blocks - 1)  # of two programs, one has a block less
     job = Ranks(3, 1, torch.bfloat16, size, scatters=scatters)
