@@ -270,8 +270,7 @@ def random_stacks_of_layers_are_as_accurate_as_by_dtensor() -> None:
         saved += [by_hostir.saved / by_dtensor.saved]
         ours, again, theirs, exact = (it.all() for it in (by_hostir, once_more, by_dtensor, stack.exact()))
         own_error, dtensor_error = error(ours, exact), error(theirs, exact)
-        # The ratio of one stack varies: of 318 stacks, the largest was 1.96. The mean below is the bound.
-        assert own_error <= max(3 * dtensor_error, 1e-12), (dtype, strategy, own_error, dtensor_error, str(stack))
+        assert own_error <= max(2 * dtensor_error, 1e-12), (dtype, strategy, own_error, dtensor_error, str(stack))
         assert all(torch.equal(x, y) for x, y in zip(ours, again, strict=True)), "the same bits in every run"
         if dtype == torch.bfloat16:
             ratios.append(own_error / dtensor_error)
