@@ -34,6 +34,7 @@ NOT_OVERLAPPED = "not overlapped"  # begins the comment of a communication that 
 NO_STREAM_AXIS = "no tensor has a Stream axis to slice it along, and the program is sequential"
 NOT_SLICED = "no Stream axis slices it"
 MIN_ROWS = 128  # rows of a slice that the pass chooses: a tile of a matmul
+ROWS_STAY_WHOLE = f"its rows are not a known number that divides into slices of at least {MIN_ROWS} rows"
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,8 @@ class Pipeline(Pass):
     slices: int = 4
 
     def run(self, program: Program) -> Program:
-        if stated_hosts(program) > 1 and not any(annotated(program)):
+        stated = any(annotated(program))
+        if stated_hosts(program) > 1 and not stated:
             program = with_slices(program, self.slices)
         sliced = groups(program)
         for group in sliced:
@@ -115,17 +117,21 @@ class Pipeline(Pass):
         loops = [group for group in sliced if group.communicates]
         in_loops = {result_of(s).name for group in loops for s in group.statements}
         communications = {result_of(s).name for s in program.body if isinstance(s, Communication)}
-        reasons = dict.fromkeys(communications - in_loops, NOT_SLICED if sliced else NO_STREAM_AXIS)
+        by_itself = stated_hosts(program) > 1 and not stated
+        why_whole = ROWS_STAY_WHOLE if by_itself else NOT_SLICED if sliced else NO_STREAM_AXIS
+        reasons = dict.fromkeys(communications - in_loops, why_whole)
         reasons |= {name: why.diagnostics[0].message for group in sliced for name, why in group.left_out.items()}
         return build(with_reasons(program, reasons), loops)
 
 
 def with_slices(program: Program, most: int) -> Program:
-    """Return the fusion with a Stream part in the rows that each of its communications moves, where that is possible.
+    """Return the fusion with a Stream part in the rows that its communications move.
 
     The rows of an allgather or a reduce_scatter are those of a rank, and the rows of an allreduce are those of its
-    first axis. They are cut into the largest number of slices, at most `most`, that divides them and leaves MIN_ROWS
-    rows to each slice. A communication that a loop of an earlier one contains is not cut again.
+    first axis. Their innermost factor is cut into the largest number of slices, at most `most`, that divides it and
+    leaves MIN_ROWS rows to each slice. Rows stay whole if there is no such number, if their number is a symbol, or if
+    they are the last axis. A communication that a loop of an earlier one contains is not cut again. The mesh decides,
+    not the team: rows that move inside a host are cut, too.
     """
     for s in program.body:
         if not isinstance(s, AllGather | ReduceScatter | AllReduce):
@@ -152,11 +158,11 @@ def _cut(program: Program, name: str, most: int) -> Program | None:
     if k is None or k == len(axes) - 1:
         return None
     *outer, inner = axes[k].factors
-    if inner.on == s.over:  # the rows of all ranks
-        ranks = Size(s.mesh.size(s.over))
-        outer, inner = [*outer, Factor(ranks, s.over)], Factor(inner.extent / ranks)
+    if inner.on is not None:  # the rows of all ranks along this mesh axis
+        ranks = Size(s.mesh.size(inner.on))
+        outer, inner = [*outer, Factor(ranks, inner.on)], Factor(inner.extent / ranks)
     extent = inner.extent.value
-    if inner.on is not None or extent is None:
+    if extent is None:
         return None
     count = next((n for n in range(most, 1, -1) if extent % n == 0 and extent >= n * MIN_ROWS), 1)
     if count == 1:

@@ -11,7 +11,7 @@ from hostir.call.reference import reference
 from hostir.ir import HostIRError
 from hostir.ir.host_ops import For
 from hostir.ir.program import Program, with_hosts
-from hostir.lower.pipeline import MIN_ROWS, NO_STREAM_AXIS
+from hostir.lower.pipeline import MIN_ROWS, ROWS_STAY_WHOLE
 from tests.call.whole import run_whole
 from tests.judging.mutants import mutants
 
@@ -79,7 +79,21 @@ def test_the_number_of_slices_is_at_most_the_number_of_streams_and_divides_the_r
 def test_few_or_odd_rows_stay_whole_with_a_comment(rows: int) -> None:
     program = hi.lower(fusion("gathered", 2, 2, rows), "pipeline")
     assert rounds(program) == []
-    assert NO_STREAM_AXIS in str(program)
+    assert ROWS_STAY_WHOLE in str(program)
+
+
+def test_rows_that_another_mesh_axis_shards_are_cut_on_each_rank() -> None:
+    source = hi.parse("""hostir 1
+mesh @mesh [dp, tp] = (0 1) (2 3) hosts 2
+fusion @f(%x: f32[1024@dp, 8@tp], %w: f32[8@tp, 16]) -> (%y) {
+  %y: f32[1024@dp, 16] = matmul %x, %w
+}
+""")
+    program = hi.lower(source, "pipeline", 4)
+    assert rounds(program) == [4]
+    inputs = random_inputs(source, {}, seed=1)
+    plain, exact = reference(source, inputs, dtype=None), reference(source, inputs)
+    assert all(c.good for c in compare(program, run_whole(program, inputs, seed=1), plain, exact))
 
 
 def test_ranks_of_one_host_keep_their_rows_whole() -> None:
