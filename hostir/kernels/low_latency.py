@@ -44,7 +44,8 @@ PROGRAMS = 128  # the most programs, each on its own SM: they must run at the sa
 VECTOR = 16  # bytes that a thread moves at a time
 BLOCKS = 512, 16 << 10  # the least and the most bytes of a block
 MAX_WARPS, LONGEST = 16, 8192  # a longer row gets twice the warps, so that registers hold it
-# The blocks that a program sends before it waits for the first one. A block goes over the link in about 5 us.
+# The blocks that a program sends before it waits for the first one. The largest blocks of all programs together are
+# 2 MiB, which take about 5 us to a peer.
 IN_FLIGHT = 2
 _IN_FLIGHT = tl.constexpr(IN_FLIGHT)
 
