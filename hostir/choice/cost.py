@@ -353,7 +353,11 @@ class RankTasks:
             self.end_call()
 
     def end_call(self) -> None:
-        """Add the task that resets this rank's flags."""
+        """Add the task that resets this rank's flags.
+
+        The CUDA machine has one more condition for an early end, which is left out here: every peer that a rank signals
+        must signal it.
+        """
         ending = CallEnding.of(self.unrolled)
         within = ""
         last = ending.last

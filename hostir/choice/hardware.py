@@ -69,6 +69,7 @@ class Hardware:
         memory: the rate of kernels that are bound by memory, counting the bytes read and the bytes written.
         operands: the rate at which a matmul reads its operands from memory and writes its result.
         small_kernel: the time of a kernel that moves few bytes.
+        ending: the time that the last kernel of a call takes to end the call: two trips to memory and one to a peer.
         begin: the time from the launch of a call until its first task begins, if the call has a matmul. Its code and
             operands are not in caches yet. 0 if the `start` of each kernel includes it.
         collective: the fixed time of a collective.
@@ -130,6 +131,7 @@ class Hardware:
     poll_started: float
     launch: Mapping[str, float] = field(default_factory=dict)
     host_lead: float = 0.0
+    ending: float = 2.0
     begin: float = 0.0
     captured: float = 0.0
     host_gpus: int = 8

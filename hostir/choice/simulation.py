@@ -41,6 +41,7 @@ EPSILON = 1e-9
 UNTHROTTLED_FLOPS = 0.2e12  # a call with more floating point operations is slower: power limits the clock
 LEAST_PEAK = 0.81  # the share of the peak that is left however long a call computes
 LEFTOVER = 0.5  # the speed of a matmul on SMs that the last wave of another matmul leaves idle: both compete for L2
+ADDING = 6.0  # microseconds between a product and one that adds to its result, besides the bytes that it reads
 IN_SUM = 0.5  # microseconds of a computation that the kernel of a sum over ranks carries out, with few bytes
 GRAPH, EAGER = "graph", "eager"
 HOST_ONLY = frozenset({"", "allocate", "stream", "view", "wait"})  # operations that issue nothing to the device
@@ -217,8 +218,9 @@ class Costs:
         if task.raises:
             return self.by_blocks(task, 0.0, [])[0]
         if isinstance(work, Gemm):
-            gemms = self.adding if task.added and not task.blocks else self.gemms
-            return gemms.time(work, task.cached) + task.added / h.operands / 1e3
+            if not task.added or task.blocks:
+                return self.gemms.time(work, task.cached)
+            return self.adding.time(work, task.cached) + task.added / h.operands / 1e3 + ADDING
         if isinstance(work, Traffic):
             return (h.small_kernel * self.kernel_count(work) or IN_SUM) + self.traffic(work)
         if isinstance(work, CostTransfer):
@@ -228,7 +230,7 @@ class Costs:
         if isinstance(work, CostBarrier):
             return h.barrier if work.ranks > 1 else 0.0
         if isinstance(work, EndOfCall):
-            return 0.0 if self.in_kernel(work) else h.small_kernel
+            return h.ending if self.in_kernel(work) else h.small_kernel
         if isinstance(work, Pause):
             return {"stream": h.signal, "kernel": h.kernel_signal, "block": h.raised}.get(
                 work.sender, work.microseconds

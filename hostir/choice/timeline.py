@@ -16,7 +16,6 @@ from hostir.choice.cost import (
     CostCopy,
     CostTask,
     CostTransfer,
-    EndOfCall,
     Nothing,
     Pause,
     Traffic,
@@ -37,7 +36,7 @@ from hostir.machines.trace import COMMUNICATION, Trace
 SMS, OUT, IN, LINK, SIGNALS = "SMs", "copies out", "copies in", "collectives", "signals"
 RESOURCES = (SMS, OUT, IN, LINK)
 EPSILON = 1e-6
-RESET = "reset of the flags"  # at the end of a call, by a kernel of its own, which has no statement
+RESET = "reset of the flags"  # at the end of a call; it has no statement
 
 
 @dataclass(frozen=True)
@@ -227,7 +226,7 @@ class Simulated:
     def timeline(self, program: Program, platform: Platform) -> PredictedTimeline:
         """Return the timeline of the call."""
         simulation, ended = self.simulation, self.simulation.ended
-        shown = {task: self.span(task, program) for task in self.tasks if _is_shown(task, self.costs) and task in ended}
+        shown = {task: self.span(task, program) for task in self.tasks if _is_shown(task) and task in ended}
         critical = [shown[task] for task in _critical(self.tasks, simulation, self.costs) if task in shown]
         return PredictedTimeline(
             program.name,
@@ -266,9 +265,9 @@ def _alone(task: CostTask, costs: Costs) -> float:
     return costs.alone(task)
 
 
-def _is_shown(task: CostTask, costs: Costs) -> bool:
-    """Return True if a task does work of its own; False for waits, and for flags that a kernel raises or resets."""
-    if isinstance(task.work, Nothing) or (isinstance(task.work, EndOfCall) and costs.in_kernel(task.work)):
+def _is_shown(task: CostTask) -> bool:
+    """Return True if a task does work that a statement asks for; False for waits and for flags within a kernel."""
+    if isinstance(task.work, Nothing):
         return False
     return not (isinstance(task.work, Pause) and task.work.sender == "copies") and bool(task.launches or task.op)
 
