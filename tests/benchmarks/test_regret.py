@@ -16,7 +16,7 @@ from hostir.choice.hardware import H200
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of the regrets on a GPU: the geometric mean, the maximum and the number of rows over ALLOWED.
+    """Limits of the regrets of some tables: the geometric mean, the maximum and the number of rows over ALLOWED.
 
     `of_four` is the maximum if four candidates are measured. `near` is the lowest share of estimates within 10 %.
     """
@@ -29,10 +29,12 @@ class Limits:
     near: float
 
 
-# What the estimates reach today.
+# What the estimates reach today. Scattered sums have limits of their own: their table came later than the others.
+SCATTERED = "2xH100/matmul_reduce_scatter_2"
 LIMITS = {
-    "h100": Limits(rows=79, mean=1.02, largest=1.19, over=10, of_four=1.01, near=0.85),
-    "h200": Limits(rows=60, mean=1.012, largest=1.12, over=6, of_four=1.04, near=0.785),
+    "h100": Limits(rows=61, mean=1.014, largest=1.16, over=4, of_four=1.01, near=0.86),
+    "h100 scattered sums": Limits(rows=18, mean=1.026, largest=1.13, over=4, of_four=1.01, near=0.92),
+    "h200": Limits(rows=60, mean=1.012, largest=1.10, over=5, of_four=1.04, near=0.79),
 }
 
 
@@ -41,11 +43,15 @@ def results() -> tuple[Recorded, ...]:
     return tuple(recorded())
 
 
+def limits_of(result: Recorded) -> str:
+    return result.hardware.name + (" scattered sums" if result.name == SCATTERED else "")
+
+
 @pytest.mark.xdist_group("regret")
-@pytest.mark.parametrize("gpu", LIMITS)
-def test_the_regret_of_the_choice_by_estimates_does_not_grow(gpu: str) -> None:
-    rows = [row for result in results() if result.hardware.name == gpu for row in result.rows]
-    regrets, ratios, limits = [row.regret for row in rows], [x for row in rows for x in row.ratios], LIMITS[gpu]
+@pytest.mark.parametrize("name", LIMITS)
+def test_the_regret_of_the_choice_by_estimates_does_not_grow(name: str) -> None:
+    rows = [row for result in results() if limits_of(result) == name for row in result.rows]
+    regrets, ratios, limits = [row.regret for row in rows], [x for row in rows for x in row.ratios], LIMITS[name]
     assert len(rows) >= limits.rows
     assert geometric_mean(regrets) <= limits.mean
     assert max(regrets) <= limits.largest
