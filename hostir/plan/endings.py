@@ -63,12 +63,11 @@ def _before_reset(unrolled: UnrolledProgram, implied_barriers: Collection[RanksO
     by_groups = {op.starts for op in ops if op.by_group}
     signals = _Signals(unrolled)
     positions = []
-    for at, op in enumerate(ops):
+    for at, (op, (reads, writes)) in enumerate(zip(ops, unrolled.accesses, strict=True)):
         if isinstance(op, SignalOp):
             if op.peer == unrolled.rank:
                 positions.append(at)
             continue
-        reads, writes = op.reads, op.writes
         if (
             not (own.isdisjoint(reads) and own.isdisjoint(writes) and remote.isdisjoint(reads))
             or op.awaited_flags

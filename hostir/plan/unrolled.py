@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -135,8 +135,22 @@ class UnrolledProgram:
 
     @cached_property
     def _touching(self) -> frozenset[int]:
+        return frozenset([id(self.ops[at]) for at in self.touching])
+
+    @cached_property
+    def touching(self) -> Sequence[int]:
+        """The positions of the operations that access the memory or the flags of a peer directly."""
         remote = self.remote
-        return frozenset(id(op) for op in self.ops if op.of_team or not remote.isdisjoint((*op.reads, *op.writes)))
+        return [
+            at
+            for at, (op, (reads, writes)) in enumerate(zip(self.ops, self.accesses, strict=True))
+            if op.of_team or not remote.isdisjoint((*reads, *writes))
+        ]
+
+    @cached_property
+    def accesses(self) -> Sequence[tuple[Sequence[int], Sequence[int]]]:
+        """For each operation, the registers that it reads and those that it writes, with those of flags."""
+        return [(op.reads, op.writes) for op in self.ops]
 
     @cached_property
     def remote(self) -> frozenset[int]:

@@ -193,8 +193,8 @@ class CudaBinder:
 
     def add(self, op: Op) -> None:
         """Add the steps of one operation."""
-        if op.by_group or uses_flags(self.context.unrolled, op):
-            self.unnoticed = min(self.unnoticed, len(self.steps))
+        if self.unnoticed == sys.maxsize and (op.by_group or uses_flags(self.context.unrolled, op)):
+            self.unnoticed = len(self.steps)
         for step in self.one_sided.call.before(op) if self.one_sided else ():
             self.append(op, step)
         BIND[type(op)](self, op)

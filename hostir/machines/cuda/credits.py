@@ -44,7 +44,7 @@ def takes_credits_first(unrolled: UnrolledProgram) -> bool:
     takes the credits. Then the other streams would wait for work that the program does not make them wait for.
     """
     ops, precedes = unrolled.ops, unrolled.order.precedes
-    touching = [at for at, op in enumerate(ops) if unrolled.touches_peer(op)]
+    touching = unrolled.touching
     if all(precedes(touching[0], at) for at in touching[1:]):
         return False
     waits_on_sms = any(op.needs_sms and op.awaited_flags for op in ops)  # such a kernel may hold all SMs while it waits
@@ -106,7 +106,7 @@ class CallBoundary:
         if self.credits_taken is not None:
             return [*fork, partial(_wait, streams, op.stream, self.credits_taken)]
         self.credits_taken = torch.cuda.Event()
-        others = {o.stream for o in unrolled.ops if unrolled.touches_peer(o)} - {op.stream}
+        others = {unrolled.ops[at].stream for at in unrolled.touching} - {op.stream}
         mark = [partial(_record, streams, op.stream, self.credits_taken)] if others else []
         return [*fork, self.context.on(op.stream, self.take_credits()), *mark]
 

@@ -494,7 +494,7 @@ def test_a_timeout_is_reported_by_the_next_call_of_any_executor_that_shares_the_
         assert ("[1] did not reach epoch 1" in one.machine.groups.abandoned) is not alone
 
 
-@pytest.mark.parametrize(("strategy", "most"), [("ring", 59), ("push", 68)])
+@pytest.mark.parametrize(("strategy", "most"), [("ring", 48), ("push", 57)])
 def test_a_plan_for_new_sizes_takes_few_calls_of_functions(
     gpus: Gpus, monkeypatch: pytest.MonkeyPatch, strategy: str, most: int
 ) -> None:
