@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from random import Random
@@ -304,6 +304,20 @@ def _sound(mutant: Mutant) -> Program | None:
     except HostIRError:
         return None
     return None if check_structure(program) else program
+
+
+def unreported(program: Program, operators: Collection[str]) -> list[str]:
+    """Return the edits of `operators` that the checker accepts. There must be several edits."""
+    edited = [mutant for mutant in mutants(program) if mutant.operator in operators]
+    assert len(edited) > 2
+    return [mutant.change for mutant in edited if not _reported(mutant)]
+
+
+def _reported(mutant: Mutant) -> bool:
+    try:
+        return bool(hi.check(hi.parse(mutant.text)))
+    except HostIRError as refused:
+        return bool(refused.diagnostics)
 
 
 # Guilt and verdict ------------------------------------------------------------------------------------------------
