@@ -12,8 +12,9 @@ is the difference between its predicted and its measured end, divided by its mea
 twice. An error below the difference between the two counts as none. Only units of at least 20 us count. The time that a
 kernel waits for flags is listed apart.
 
-On GPUs, the device first waits, so that the host runs ahead, and the ranks begin together. Events on streams give the
-times. The constants of the cost model are those of the GPU, scaled by a calibration at the start.
+On GPUs, the device first waits, so that the host runs ahead, and the ranks begin together. torch.profiler gives the
+times of kernels and copies: events on streams would keep kernels from overlapping. The constants of the cost model are
+those of the GPU, scaled by a calibration at the start.
 
 On CPUs, kernels, copies and collectives sleep for known times (benchmarks/sleeping.py), and nothing is computed. Units
 of at least 2 % of a call count. Sizes are an eighth. Programs of `push` are left out: SMs copy there, and CPUs have no
@@ -27,8 +28,10 @@ import json
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from math import inf
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -36,6 +39,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, record_function
 
 import hostir as hi
 from benchmarks.harness import Clock, table, write
@@ -48,6 +52,7 @@ from hostir.choice.platforms import Platform, platform_here, reference
 from hostir.choice.timeline import predict
 from hostir.ir.program import Program
 from hostir.job.session import Session, session
+from hostir.machines.cuda.ranges import range_name
 from hostir.machines.trace import Trace
 from hostir.plan.operations import CollectiveOp, ComputeOp, Op
 from hostir.plan.unroll import unroll
@@ -70,7 +75,8 @@ SHORTEST = 20.0  # microseconds of a unit that counts, on GPUs
 SHARE = 0.02  # of a call that a unit must take to count, on CPUs
 RUNS = {"cpu": 1, "cuda": 20}
 SECONDS = 8.0  # of a call that sleeps
-AHEAD = 3_000_000  # cycles in which a GPU waits while the host issues a call
+AHEAD = 20_000_000  # cycles in which a GPU waits while the host issues a call
+BEGIN = "the call begins"  # the range of the barrier before a call
 Key = tuple[str, tuple[int, ...], int]  # the text of a unit, its rounds, and its number among equal ones
 Times = dict[Key, tuple[float, float]]  # microseconds from the beginning of the call: begin and end
 
@@ -189,8 +195,9 @@ def keyed(spans: Iterable[tuple[str, tuple[int, ...], float, float]]) -> Times:
 
 
 def middle(runs: Sequence[Times]) -> Times:
-    """Return the median of the times of several runs."""
-    return {key: (median(r[key][0] for r in runs), median(r[key][1] for r in runs)) for key in runs[0]}
+    """Return the median of the times of several runs, of the units that all runs have."""
+    common = [key for key in runs[0] if all(key in run for run in runs)]
+    return {key: (median(r[key][0] for r in runs), median(r[key][1] for r in runs)) for key in common}
 
 
 class Bench:
@@ -265,35 +272,48 @@ class Bench:
         return Measured(keyed(spans), us, us)
 
     def on_cuda(self, program: Program, kernels: str) -> Measured:
-        """Measure calls on a GPU, with events around all units and without."""
-        assert self.clock is not None
-        inputs = random_parts(program, {}, 0, self.job)
-        plain = Executor(program, kernels=kernels, graphs=False)
-        traced = Executor(program, kernels=kernels, graphs=False, trace=Trace())
-        runs, times = list[Times](), {"with": list[float](), "without": list[float]()}
-        for number in range(self.runs + WARM):
-            for name, executor in (("with", traced), ("without", plain)):
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                self.clock.flush.zero_()
-                torch.cuda._sleep(AHEAD)
-                self.clock.line.barrier(channel=7)
-                begin.record()
-                executor(*inputs)
-                end.record()
-                torch.cuda.synchronize()
-                if number >= WARM:
-                    times[name].append(begin.elapsed_time(end) * 1e3)
-                    runs += [self.spans(traced, begin)] if name == "with" else []
-        return Measured(middle(runs), median(times["with"]), median(times["without"]))
+        """Measure calls on a GPU, in a profile and without."""
+        executor, inputs = Executor(program, kernels=kernels, graphs=False), random_parts(program, {}, 0, self.job)
+        times = [self.once(executor, inputs)() for _ in range(self.runs + WARM)]
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as watched:
+            for _ in range(self.runs + WARM):
+                self.once(executor, inputs)
+        calls = self.calls(executor, watched.profiler.kineto_results.events())
+        return Measured(middle([units for units, _ in calls]), median(us for _, us in calls), median(times[WARM:]))
 
-    def spans(self, executor: Executor, begin: torch.cuda.Event) -> Times:
-        """Return the times of the units of the latest call, from the event `begin`."""
-        plan = executor.latest.plan  # type: ignore[attr-defined]
-        rows = [
-            (plan.unrolled.text(op), op.place.rounds, begin.elapsed_time(start) * 1e3, begin.elapsed_time(end) * 1e3)
-            for op, start, end in plan.timeline.spans
-        ]
-        return keyed(sorted(rows, key=lambda row: row[2]))
+    def once(self, executor: Executor, inputs: Sequence[Any]) -> Callable[[], float]:
+        """Call a program after a wait in which the host runs ahead; return a function that returns its microseconds."""
+        assert self.clock is not None
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self.clock.flush.zero_()
+        torch.cuda._sleep(AHEAD)
+        with record_function(BEGIN):
+            self.clock.line.barrier(channel=7)
+        begin.record()
+        executor(*inputs)
+        end.record()
+        torch.cuda.synchronize()
+        return lambda: begin.elapsed_time(end) * 1e3
+
+    def calls(self, executor: Executor, events: Iterable[Any]) -> list[tuple[Times, float]]:
+        """Return the times of the units of each call in a profile, and the microseconds of the call."""
+        plan: Any = executor.latest.plan  # type: ignore[union-attr]
+        units = {range_name(plan.unrolled, op): (plan.unrolled.text(op), op.place.rounds) for op in plan.ops}
+        ranges = sorted(
+            (event.start_ns() / 1e3, event.end_ns() / 1e3, event.name())
+            for event in events
+            if event.device_type().name == "CUDA" and (event.name() == BEGIN or event.name() in units)
+        )
+        begins = [end for _, end, name in ranges if name == BEGIN]
+        if len(begins) != self.runs + WARM:
+            sys.exit(f"the profile has {len(begins)} of {self.runs + WARM} calls")
+        found = []
+        for begin, until in pairwise([*begins, inf]):
+            mine = [
+                (*units[name], b - begin, e - begin) for b, e, name in ranges if name != BEGIN and begin <= b < until
+            ]
+            found.append((keyed(mine), max((end for *_, end in mine), default=0.0)))
+        return found[WARM:]
 
 
 WARM = 4
@@ -301,7 +321,7 @@ WARM = 4
 
 @dataclass(frozen=True)
 class Measured:
-    """The times of the units of a program on this rank, and of the program with and without events around the units."""
+    """The times of the units of a program on this rank, and of the program in a profile and without."""
 
     times: Times
     us: float
@@ -352,7 +372,7 @@ def report(results: list[dict[str, Any]]) -> str:
     waiting = [_waiting(r["case"], unit) for r in results for unit in r["units"] if unit["kernel_waits"]]
     heads = ["program", "units", "within 5 %", "10 %", "15 %", "median %", "worst %"]
     text = table(["", "number", "within 5 %", "10 % (programs: 8 %)", "15 %", "median %"], summary)
-    text += "\n\n" + table([*heads, "predicted us", "measured us", "off %", "events cost %"], rows)
+    text += "\n\n" + table([*heads, "predicted us", "measured us", "off %", "profile costs %"], rows)
     if waiting:
         heads = ["program", "kernel", "waits us, predicted", "measured", "us in all, predicted", "measured"]
         text += (

@@ -268,9 +268,9 @@ class Registers:
         count, batches = prod(layouts[other].shape[:-2]), prod(out[:-2])
         if op.computation == "batched_matmul":
             return Gemm(out[-2], out[-1], k, dtype, batches=batches, matrices=count)
-        mean = max(-(-out[-2] // count), 1)
-        block = None if op.ready is None else mean * count * batches // op.ready.results
-        return Gemm(mean, out[-1], k, dtype, batches=batches * count, block=block, matrices=count, grouped=True)
+        mean = max(-(-batches * out[-2] // count), 1)  # tiles span the sources of a group
+        block = None if op.ready is None else max(mean * count // op.ready.results, 1)
+        return Gemm(mean, out[-1], k, dtype, batches=count, block=block, matrices=count, grouped=True)
 
     def gemm(self, op: ComputeOp, local_rows: int) -> Gemm:
         """Return the matmul of an operation in the form that the cost model uses.

@@ -1,12 +1,15 @@
 """Products of rows in groups in Triton: one persistent kernel computes all groups of all sources.
 
-The kernel reads the offsets of the groups itself, so the host does not wait for them. Every program makes the same
-table of intervals of rows: for each source, the rows before the first group, the groups, and the rows after the last
-group. A tile has rows of one interval. The tiles of the rows that belong to no group store 0.
+The kernel reads the offsets of the groups itself, so the host does not wait for them. The rows of a group are the rows
+of all its sources, one source after another. A tile has rows of one group, and may have rows of several sources: with
+many sources, tiles of one source each would be partly empty. The rows that belong to no group count as two more groups,
+before the first group and after the last one. Their tiles store 0.
 
-The sources of a group come one after another, so that all find the matrix of the group in L2. But the rows of sources
-may arrive while the kernel runs. Then the tiles of the sources that arrive first come first, and a program waits for
-the flag of a tile's source (see `hostir.kernels.flags.ready`).
+Every program makes the same table of tiles. If all rows are there, the tiles of a group come one after another, so that
+all find the matrix of the group in L2. If the rows of sources arrive while the kernel runs, the table has an interval
+of tiles for each source and each group: the tiles that need this source, but none that comes later. The intervals of a
+source are neighbours, and a program waits for the flag of the source before the first of its tiles there (see
+`hostir.kernels.flags.ready`).
 
 With an index, a tile loads the rows that the index names. So nothing has to wait until rows have been permuted.
 """
@@ -28,33 +31,57 @@ from hostir.kernels.matmul.conversions import from_float32, to_float32
 from hostir.kernels.matmul.operands import DTYPES
 from hostir.kernels.matmul.tiles import grouped_tile
 
-MAX_INTERVALS = 4096  # intervals of rows in the table of one launch
+MAX_SOURCES = 64  # of one launch: for each row, a tile looks for the source among all
+MAX_INTERVALS = 4096  # of sources and groups in the table of one launch
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
-def _intervals(
-    offsets, source_step, step, first, sources, groups, rows, BY_SOURCE: tl.constexpr, INTERVALS: tl.constexpr
-):
-    """Return the table of intervals: the first row of each, and the row after its last row.
+def _rows_of(offsets, source_step, step, source, group, groups, rows):
+    """Return the first row and the number of rows of a group in a source. Either index may be a tensor.
 
-    Each source has `groups + 2` intervals. If BY_SOURCE, all intervals of a source are neighbours. The table then
-    begins with source `first`, and source 0 follows the last one. Otherwise the sources of a group are neighbours.
-    Offsets that decrease or lie outside the rows are limited to the rows: then some rows are computed twice, and every
-    row is written.
+    Group 0 has the rows before the first offset, and group `groups + 1` the rows after the last one. Offsets that
+    decrease or lie outside the rows are limited to the rows: then some rows are computed twice, and every row is
+    written.
     """
-    number = tl.arange(0, INTERVALS)
-    source, interval = number % sources, number // sources
-    if BY_SOURCE:
-        source, interval = (number // (groups + 2) + first) % sources, number % (groups + 2)
-    exists = number < sources * (groups + 2)
-    at = offsets + source.to(tl.int64) * source_step + interval.to(tl.int64) * step
-    begin = tl.load(at - step, mask=exists & (interval > 0), other=0)
-    end = tl.load(at, mask=exists & (interval <= groups), other=rows)
+    at = offsets + source.to(tl.int64) * source_step + group.to(tl.int64) * step
+    begin = tl.load(at - step, mask=(group > 0) & (group < groups + 2), other=0)
+    end = tl.load(at, mask=group <= groups, other=rows)
     begin = tl.minimum(tl.maximum(begin, 0), rows).to(tl.int32)
     end = tl.minimum(tl.maximum(end, begin), rows).to(tl.int32)
-    return begin, tl.where(exists, end, begin)
+    return begin, end - begin
+
+
+@triton.jit
+def _table(
+    offsets,
+    source_step,
+    step,
+    first,
+    sources,
+    groups,
+    rows,
+    BM: tl.constexpr,
+    BY_SOURCE: tl.constexpr,
+    SOURCES: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """Return the number of tiles of one column up to the end of each interval of tiles.
+
+    If BY_SOURCE, interval `i * GROUPS + group` has the tiles whose last row is of the i-th source from source `first`
+    on. Otherwise interval `group` has all tiles of a group.
+    """
+    turn, group = tl.arange(0, SOURCES)[:, None], tl.arange(0, GROUPS)[None, :]
+    _, count = _rows_of(offsets, source_step, step, (turn + first) % sources, group, groups, rows)
+    count = tl.where((turn < sources) & (group < groups + 2), count, 0)
+    if BY_SOURCE:
+        upto = tl.cumsum(count, 0)
+        ends = tl.where(turn < sources - 1, upto // BM, tl.cdiv(upto, BM))
+        tiles = tl.where(turn < sources, ends - (upto - count) // BM, 0)
+        return tl.cumsum(tl.reshape(tiles, [SOURCES * GROUPS]), 0)
+    else:
+        return tl.cumsum(tl.cdiv(tl.sum(count, 0), BM), 0)
 
 
 @triton.jit
@@ -101,10 +128,12 @@ def _grouped_matmul_kernel(
     out_column,
     own_source,
     own_row,
-    INTERVALS: tl.constexpr,
+    SOURCES: tl.constexpr,  # sources, and groups + 2, rounded up to powers of 2
+    GROUPS: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    EVEN: tl.constexpr,  # True if K is a multiple of BK
     READY: tl.constexpr,
     OWN: tl.constexpr,
     INDEX: tl.constexpr,
@@ -116,48 +145,63 @@ def _grouped_matmul_kernel(
     if READY:
         each = sources // blocks
         first_source = first * each
-    begins, ends = _intervals(
-        offsets, offsets_source, offsets_step, first_source, sources, groups, rows, READY, INTERVALS
+    ends = _table(
+        offsets, offsets_source, offsets_step, first_source, sources, groups, rows, BM, READY, SOURCES, GROUPS
     )
-    number = tl.arange(0, INTERVALS)
-    heights = tl.cdiv(ends - begins, BM)  # in tiles
-    last = tl.cumsum(heights * tl.cdiv(N, BN), 0)  # the number of tiles up to the end of each interval
-    for tile in range(tl.program_id(0), tl.max(last, 0), tl.num_programs(0)):
-        interval = tl.sum((last <= tile).to(tl.int32), 0)
-        here = number == interval
-        height = tl.sum(tl.where(here, heights, 0), 0)
-        within = tile - tl.sum(tl.where(here, last, 0), 0) + height * tl.cdiv(N, BN)
-        turn, group = interval % sources, interval // sources - 1
-        if READY:
-            turn, group = interval // (groups + 2), interval % (groups + 2) - 1
-        source = ((turn + first_source) % sources).to(tl.int64)
+    turns, width = tl.arange(0, SOURCES), tl.cdiv(N, BN)
+    for tile in range(tl.program_id(0), tl.max(ends, 0) * width, tl.num_programs(0)):
+        before = ends * width <= tile
+        interval, begin_here = tl.sum(before.to(tl.int32), 0), tl.max(tl.where(before, ends, 0), 0)
+        height = tl.min(tl.where(before, 1 << 30, ends), 0) - begin_here
+        within = tile - begin_here * width
+        group = interval % GROUPS - 1
         terms = tl.where((group >= 0) & (group < groups) & (tokens > 0), K, 0)
-        if READY:  # noqa: SIM102  # known at compile time
-            if (turn // each >= known) & (terms > 0):
+        if READY:
+            needed = interval // GROUPS // each
+            if (needed >= known) & (terms > 0):
                 awaited = Awaited(flags, timeouts, epoch, first, blocks, each * rows)
-                here_row = source.to(tl.int32) * rows
-                known, polls = wait_for_rows(awaited, polls, here_row, here_row + 1, OWN, FLAGS, False)
-        row = tl.sum(tl.where(here, begins, 0), 0) + within % height * BM + tl.arange(0, BM)
-        column = within // height * BN + tl.arange(0, BN)
-        in_rows, in_columns = (row < tl.sum(tl.where(here, ends, 0), 0))[:, None], (column < N)[None, :]
-        row, column = row.to(tl.int64)[:, None], column.to(tl.int64)[None, :]
-        acc = tl.zeros((BM, BN), dtype=tl.float32)
+                for behind in range(known, needed + 1):
+                    row_there = (first + behind) % blocks * each * rows
+                    known, polls = wait_for_rows(awaited, polls, row_there, row_there + 1, OWN, FLAGS, False)
+        sources_here = (turns + first_source) % sources
+        begin, count = _rows_of(offsets, offsets_source, offsets_step, sources_here, group + 1, groups, rows)
+        count = tl.where(turns < sources, count, 0)
+        upto = tl.cumsum(count, 0)
+        earlier = 0  # the tiles of the group that need no source as late as this interval's
+        if READY:
+            earlier = tl.sum(tl.where(turns == interval // GROUPS, upto - count, 0), 0) // BM
+        place = (earlier + within % height) * BM + tl.arange(0, BM)  # in the group
+        total = tl.max(upto, 0)
+        in_rows = (place < total)[:, None]
+        place = tl.minimum(place, total - 1)  # the last row once more, where a tile has fewer rows: it is not stored
+        of_turn = (place[:, None] >= (upto - count)[None, :]) & (place[:, None] < upto[None, :])
+        turn = tl.sum(tl.where(of_turn, turns[None, :], 0), 1)
+        row = (place + tl.sum(tl.where(of_turn, (begin - upto + count)[None, :], 0), 1)).to(tl.int64)
+        source = ((turn + first_source) % sources).to(tl.int64)
+        out_rows = source * out_source + row * out_row
         token = row
         if INDEX:
-            token = tl.load(index + source * index_source + row * index_step, mask=in_rows, other=0).to(tl.int64)
+            token = tl.load(index + source * index_source + row * index_step).to(tl.int64)
             token = tl.minimum(tl.maximum(token, 0), tokens - 1)
         left = x + source * x_source + token * x_row
-        if OWN:  # noqa: SIM102  # known at compile time
-            if turn < each:
-                left = own_rows + turn.to(tl.int64) * own_source + token * own_row
+        if OWN:
+            left = tl.where(turn < each, own_rows + turn.to(tl.int64) * own_source + token * own_row, left)
+        left = left[:, None]
+        column = within // height * BN + tl.arange(0, BN)
+        in_columns, column = (column < N)[None, :], column.to(tl.int64)[None, :]
+        acc = tl.zeros((BM, BN), dtype=tl.float32)
         right = w + group.to(tl.int64) * w_group + column * w_column
         for start in range(0, terms, BK):
             k = start + tl.arange(0, BK)
             far = k.to(tl.int64)
-            a = tl.load(left + far[None, :] * x_column, mask=in_rows & (k < K)[None, :], other=0.0)
-            b = tl.load(right + far[:, None] * w_row, mask=in_columns & (k < K)[:, None], other=0.0)
+            if EVEN:
+                a = tl.load(left + far[None, :] * x_column)
+                b = tl.load(right + far[:, None] * w_row, mask=in_columns, other=0.0)
+            else:
+                a = tl.load(left + far[None, :] * x_column, mask=(k < K)[None, :], other=0.0)
+                b = tl.load(right + far[:, None] * w_row, mask=in_columns & (k < K)[:, None], other=0.0)
             acc = dot(a, b, acc)
-        at = out + source * out_source + row * out_row + column * out_column
+        at = out + out_rows[:, None] + column * out_column
         tl.store(at, from_float32(acc, out.dtype.element_ty), mask=in_rows & in_columns)
 
 
@@ -187,9 +231,9 @@ def grouped_matmul(
     by_source = offsets if index is None else index
     lead = collapse(x.shape[:-2], x.stride()[:-2], out.stride()[:-2], offsets.stride()[:-1], by_source.stride()[:-1])
     sources, *steps = lead[0] if lead else (1, 0, 0, 0, 0)
-    groups, intervals = len(w), sources * (len(w) + 2)
+    groups = len(w)
     own = collapse(own_rows.shape[:-2], own_rows.stride()[:-2]) if own_rows is not None else []
-    if ready is None and (len(lead) > 1 or (x.ndim > 2 and intervals > MAX_INTERVALS)):
+    if ready is None and (len(lead) > 1 or (x.ndim > 2 and not _in_one_launch(sources, groups))):
         for n, (out_part, x_part, begins) in enumerate(zip(out, x, offsets, strict=True)):
             grouped_matmul(out_part, x_part, w, begins, None if index is None else index[n])
         return
@@ -200,10 +244,10 @@ def grouped_matmul(
     if ready is not None and (not out.numel() or sources % len(ready.flags) or len(own) > 1 or len(lead) > 1):
         raise ValueError(f"{len(ready.flags)} flags for {sources} sources of {x.shape[-2]} rows")
     rows, columns = out.shape[-2:]
-    tile = _tile(rows // groups, x.element_size())
+    tile = _tile(sources * rows // groups, x.element_size())
     device = check_device(out=out, x=x, w=w, offsets=offsets, index=index, own_rows=own_rows)
     sms = limits(device).sms - (0 if ready is None else ready.reserved_sms)
-    most = (-(-rows // tile["BM"]) + groups + 2) * sources * -(-columns // tile["BN"])
+    most = (-(-sources * rows // tile["BM"]) + groups + 2) * -(-columns // tile["BN"])
     waits: tuple[Any, ...] = (None, None, 0, 0, 1, 0)
     if ready is not None:
         waits = (ready.flags, ready.timeouts, ready.epoch, ready.first, len(ready.flags), ready.polls)
@@ -214,7 +258,9 @@ def grouped_matmul(
             *(steps[0], *x.stride()[-2:], *w.stride()),
             *(steps[2], offsets.stride(-1), steps[3], by_source.stride(-1), steps[1], *out.stride()[-2:]),
             *(own[0][1] if own else 0, 0 if own_rows is None else own_rows.stride(-2)),
-            INTERVALS=triton.next_power_of_2(intervals),
+            SOURCES=triton.next_power_of_2(sources),
+            GROUPS=triton.next_power_of_2(groups + 2),
+            EVEN=x.shape[-1] % tile["BK"] == 0,
             READY=ready is not None,
             OWN=own_rows is not None,
             INDEX=index is not None,
@@ -236,7 +282,7 @@ def grouped_matmul_by_blocks(
     """Compute a grouped matmul whose sources arrive in blocks, as `grouped_matmul` does with `ready`.
 
     It takes any layouts: small operands that do not fit are copied first, and a result that does not fit is copied
-    last. One launch computes up to MAX_INTERVALS intervals of rows; for more, there is a launch for each block.
+    last. If one launch cannot have so many sources and groups, there is a launch for each block.
     """
     dense = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
     sources, rows, columns = x.shape[:-2].numel(), *x.shape[-2:]
@@ -247,7 +293,7 @@ def grouped_matmul_by_blocks(
         own_rows = own_rows.reshape(-1, rows, columns)
         own_rows = own_rows if own_rows.stride(-1) == x.stride(-1) else own_rows.contiguous()
     blocks = len(ready.flags)
-    if sources * (len(w) + 2) <= MAX_INTERVALS:
+    if _in_one_launch(sources, len(w)):
         grouped_matmul(result, flat, w, begins, numbers, ready=ready, own_rows=own_rows)
     else:
         each = sources // blocks
@@ -261,8 +307,13 @@ def grouped_matmul_by_blocks(
         out.copy_(dense)
 
 
+def _in_one_launch(sources: int, groups: int) -> bool:
+    """Return True if one launch can compute so many groups of so many sources."""
+    return sources <= MAX_SOURCES and triton.next_power_of_2(sources) * (groups + 2) <= MAX_INTERVALS
+
+
 def _tile(rows: int, itemsize: int) -> dict[str, int]:
-    """Return the tile and the options of a launch, for groups of about so many rows of a source."""
+    """Return the tile and the options of a launch, for groups of about so many rows."""
     if INTERPRETED:
         return {"BM": 16, "BN": 32, "BK": 16}
     tile = grouped_tile(rows, itemsize)

@@ -204,7 +204,7 @@ INTERPRETER = Tile(32, 32, 32, stages=1, warps=1, group=2)
 def grouped_tile(rows: int, itemsize: int) -> Tile:
     """Return the tile of a grouped matmul, for groups of about `rows` rows, and operands with so many bytes an element.
 
-    A tile holds rows of a single group of a single source.
+    A tile holds rows of a single group.
     """
     if itemsize == 4:
         return _GROUPED_32_BIT

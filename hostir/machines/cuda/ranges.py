@@ -20,12 +20,13 @@ profiler_runs: Callable[[], bool] = torch._C._autograd._profiler_enabled  # True
 
 def in_ranges(unrolled: UnrolledProgram, ops: Sequence[Op], steps: Sequence[Step]) -> list[Step]:
     """Return the steps of a plan, each in the range of its operation's statement."""
-    return [_in_range(f"@{unrolled.program.name}: {_text(unrolled, op)}", s) for op, s in zip(ops, steps, strict=True)]
+    return [_in_range(range_name(unrolled, op), step) for op, step in zip(ops, steps, strict=True)]
 
 
-def _text(unrolled: UnrolledProgram, op: Op) -> str:
+def range_name(unrolled: UnrolledProgram, op: Op) -> str:
+    """Return the name of an operation's range: the program, the text of the statement, and its rounds."""
     rounds = f" in round {', '.join(map(str, op.place.rounds))}" if op.place.rounds else ""
-    return unrolled.text(op) + rounds
+    return f"@{unrolled.program.name}: {unrolled.text(op)}{rounds}"
 
 
 def _in_range(text: str, step: Step) -> Step:
