@@ -238,7 +238,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--shrink", type=int, default=1, help="divide the widths by this number")
     options = parser.parse_args(arguments)
     rows: list[dict[str, Any]] = []
-    with session(options.device) as job, hostir.torch.install(), torch.inference_mode():
+    with session(options.device) as job, hostir.torch.install(), torch.no_grad():  # DTensor is slow in inference mode
         assert job is not None, "start it with torchrun"
         if options.device == "cpu":
             options.ways = [way for way in options.ways if way != "two-shot"]  # torch has it on GPUs only

@@ -206,14 +206,15 @@ class Bench:
     def __init__(self, job: Session, runs: int) -> None:
         self.job, self.runs = job, runs
         self.on_gpu = job.device.type == "cuda"
+        self.calibration: calibration.Times = calibration.measure(job) if self.on_gpu else {}
         self.platform = self.calibrated() if self.on_gpu else reference(SLEEPING, job.size)
         self.clock = Clock(job.device) if self.on_gpu else None
 
     def calibrated(self) -> Platform:
         """Return the platform with constants that are scaled by a calibration now."""
-        platform, times = platform_here("cuda", self.job.size), calibration.measure(self.job)
+        platform = platform_here("cuda", self.job.size)
         known = platform.hardware.name in platform.name.lower()
-        hardware = calibration.scaled(platform.hardware, times, "cuda", self.job.size, known=known)
+        hardware = calibration.scaled(platform.hardware, self.calibration, "cuda", self.job.size, known=known)
         return replace(platform, hardware=hardware)
 
     def compare(self, case: Case) -> dict[str, Any]:
@@ -420,7 +421,7 @@ def main() -> None:
                 worst = f"worst error {100 * max(errors):.1f} %" if errors else "no unit counts"
                 print(f"{case}: {r['predicted_us']:.0f} predicted, {r['us']:.0f} measured, {worst}", flush=True)
                 if options.out:
-                    write(options.out, TITLE, report(results), {"rows": results})
+                    write(options.out, TITLE, report(results), {"calibration": bench.calibration, "rows": results})
         dist.barrier()
         if job.rank == 0:
             print(report(results))
