@@ -101,6 +101,8 @@ class Hardware:
         nic: the rate of a NIC in each direction. NICs connect hosts.
         nic_latency: the time that one step of a collective takes longer if it goes to another host.
         gpus_per_nic: the number of GPUs of a host that share one NIC; 0 if all of them share one.
+        issued: the constants that differ, by name, if the host issues the operations one by one, ahead of the device,
+            instead of replaying a CUDA graph.
         source: the origin of the constants.
     """
 
@@ -138,7 +140,13 @@ class Hardware:
     nic: float = 45.0
     nic_latency: float = 6.0
     gpus_per_nic: int = 1
+    issued: Mapping[str, float] = field(default_factory=dict)
     source: str = ""
+
+    @property
+    def on_streams(self) -> Hardware:
+        """The constants for calls whose operations the host issues one by one."""
+        return replace(self, **self.issued)  # type: ignore[arg-type]  # all of these fields are numbers
 
     def nic_share(self, ranks: int) -> float:
         """Return the rate of one rank between hosts, if `ranks` ranks of its host communicate at the same time."""
@@ -257,6 +265,15 @@ H100 = replace(
     flag_wait=10.5,
     poll=6.7,
     poll_started=4.8,
+    issued={
+        "memory": 2900.0,
+        "copy": 7.0,
+        "signal": 8.0,
+        "poll": 1.0,
+        "poll_started": 0.0,
+        "edge": 2.0,
+        "barrier": 9.0,
+    },
     source="fitted to calls on 2 x H100 with NVLink 4",
 )
 _CPU_PEAK = {"bf16": 0.02, "f16": 0.02, "f32": 0.05, "f64": 0.025, "f8": 0.02, "f8s": 0.02}

@@ -24,7 +24,7 @@ from hostir.choice.cost import (
 from hostir.choice.decision import check_ranks, check_sizes
 from hostir.choice.hardware import Hardware
 from hostir.choice.platforms import Platform, planned
-from hostir.choice.simulation import GRAPH, Costs, HostCosts, Simulation, flops, start
+from hostir.choice.simulation import EAGER, Costs, HostCosts, Simulation, flops, start
 from hostir.ir.machine import uncollected
 from hostir.ir.op import Phase, Statement
 from hostir.ir.program import Program, format_statement
@@ -218,8 +218,8 @@ class Simulated:
 
     def __init__(self, tasks: Sequence[CostTask], hardware: Hardware, kernels: str) -> None:
         self.tasks, self.kernels = tasks, kernels
-        self.costs = Costs(hardware, kernels, flops(tasks))
-        self.simulation, self.offset = Simulation(tasks, self.costs), start(tasks, hardware, GRAPH)
+        self.costs = Costs(hardware.on_streams, kernels, flops(tasks))
+        self.simulation, self.offset = Simulation(tasks, self.costs), start(tasks, hardware, EAGER)
         self.us = self.simulation.run() + self.offset
         self.texts: dict[int, str] = {}  # by the id of a statement
 
