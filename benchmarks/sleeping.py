@@ -50,6 +50,7 @@ SLEEPING: Hardware = replace(
     poll=0.0,
     begin=0.0,
     captured=0.0,
+    issued={},
 )
 
 

@@ -219,7 +219,7 @@ class Costs:
         if task.raises:
             return self.by_blocks(task, 0.0, [])[0]
         if isinstance(work, Gemm):
-            if not task.added or task.blocks:
+            if not task.added:
                 return self.gemms.time(work, task.cached)
             return self.adding.time(work, task.cached) + task.added / h.operands / 1e3 + ADDING
         if isinstance(work, Traffic):
@@ -375,6 +375,8 @@ class HostCosts:
         """Return the microseconds in which the host issues a task."""
         skipped = "push" if self.costs.in_matmul(task.work) else ""
         time = sum(n * self.launch(operation) for operation, n in task.launches.items() if operation != skipped)
+        if task.added:  # cuBLAS computes it
+            time += self.costs.hardware.launch.get("matmul", 0.0) - self.launch("matmul")
         if isinstance(task.work, Traffic):
             time += (self.costs.kernel_count(task.work) - 1) * self.launch("compute")
         if isinstance(task.work, EndOfCall) and self.costs.in_kernel(task.work):

@@ -2,8 +2,8 @@
 
 Each rank has slots in symmetric memory, one for each rank. An empty slot is all zeros. The kernel stores this rank's
 summands into its slot at every peer. It waits until no element of its own slots is zero, adds up the summands in the
-order of the ranks, and empties the slots. It does this block by block, and sends a few blocks before it waits for the
-first one. So the link and the memory are busy at the same time.
+order of the ranks, and empties the slots. It does this block by block, and sends a few blocks ahead of the block that
+it sums up. So the link and the memory are busy at the same time.
 
 The bits of an element are inverted before they are stored. So the only element that would look like an empty slot is
 the NaN whose bits are all ones. Another NaN is sent in its place.
@@ -43,9 +43,10 @@ BITS = {2: torch.int16, 4: torch.int32}  # integers, by the bytes of an element
 PROGRAMS = 128  # the most programs, each on its own SM: they must run at the same time, because they wait for peers
 VECTOR = 16  # bytes that a thread moves at a time
 BLOCKS = 512, 16 << 10  # the least and the most bytes of a block
+MAX_ELEMENTS = (1 << 31) - (1 << 22)  # of a sum: a step of all programs beyond its end must fit into 32 bits
 MAX_WARPS, LONGEST = 16, 8192  # a longer row gets twice the warps, so that registers hold it
-# The blocks that a program sends before it waits for the first one. The largest blocks of all programs together are
-# 2 MiB, which take about 5 us to a peer.
+# How many blocks a program sends ahead of the one that it sums up. Without an epilogue, the largest blocks of all
+# programs together are 2 MiB, which take about 5 us to a peer.
 IN_FLIGHT = 2
 _IN_FLIGHT = tl.constexpr(IN_FLIGHT)
 
@@ -146,7 +147,7 @@ def low_latency_kernel(
         for i in tl.static_range(1, RANKS):  # ranks begin with different peers
             of_peer = x + (RANK + i) % RANKS * size.to(tl.int64) * SCATTERS
             _send(of_peer, slots[(RANK + i) % RANKS] + place, at, mask)
-    tl.debug_barrier()  # no thread waits before all threads have sent
+    tl.debug_barrier()  # no thread waits before all threads have sent these blocks
     own = x + RANK * size.to(tl.int64) * SCATTERS
     for begin in range(program * step, size, stride):
         if size - begin > distance:
@@ -230,7 +231,7 @@ class LowLatencySum:
     integers -32768, it ends, and its sums are NaN.
 
     Sums are computed in float32, in the order of the ranks, and rounded once. So all ranks get the same bits. Ranks may
-    call kernels with different epilogues.
+    call kernels with different epilogues, if all programs of each kernel fit on its GPU at once.
 
     Args:
         device: this rank's device.
@@ -289,8 +290,8 @@ class LowLatencySum:
     ) -> tuple[int, Compiled | None, tuple[object, ...]]:
         """Load the kernel for sums like `result`. Return the number of programs, the kernel and arguments."""
         width, size, columns = result.element_size(), result.numel(), result.shape[-1]
-        if size >= 1 << 31:
-            raise ValueError(f"a sum by low_latency has fewer than 2^31 elements, and this one has {size}")
+        if size > MAX_ELEMENTS:
+            raise ValueError(f"a sum by low_latency has at most {MAX_ELEMENTS} elements, and this one has {size}")
         sms, most, unit, eps, limit = min(PROGRAMS, limits(self.device).sms), MAX_WARPS, VECTOR // width, 0.0, 0.0
         if self.epilogue is None:
             bytes = triton.next_power_of_2(-(-size * width // sms))

@@ -15,17 +15,20 @@ ENDING = ("matmul", "linear", "scaled_matmul", "sum")  # computations whose kern
 class CallEnding:
     """The operations of a rank that must end before the rank resets its flags and grants credits to its peers.
 
-    A rank may do so once it has waited for all flags of the call, has raised its own flags, and no longer accesses its
-    symmetric memory or reads from peers. A write to a peer may still be under way if a signal to that peer follows it:
-    the peer waits for the signal before it ends its own call. See hostir.machines.cuda.flow_control.
+    A rank may do so once it has waited for all flags of the call, has raised those flags of its own that it raises
+    itself, and no longer accesses its symmetric memory or reads from peers. A write to a peer may still be under way if
+    a signal to that peer follows it: the peer waits for the signal before it ends its own call. See
+    hostir.machines.cuda.flow_control.
 
     Fields:
         last: the last of these operations; None without any.
         others: the streams of the other operations that may still run when `last` begins.
+        stores: True if `last` writes to symmetric memory. A store by TMA may go on after the kernel's last instruction.
     """
 
     last: Op | None
     others: frozenset[int]
+    stores: bool = False
 
     @classmethod
     def of(cls, unrolled: UnrolledProgram, implied_barriers: Collection[RanksOfTeam] | None = None) -> CallEnding:
@@ -38,7 +41,9 @@ class CallEnding:
         if last < 0:
             return cls(None, frozenset())
         ops, precedes = unrolled.ops, unrolled.order.precedes
-        return cls(ops[last], frozenset([ops[at].stream for at in earlier if not precedes(at, last)]))
+        others = frozenset([ops[at].stream for at in earlier if not precedes(at, last)])
+        symmetric = [x for x in unrolled.accesses[last][1] if unrolled.buffers[x] in unrolled.symmetric]
+        return cls(ops[last], others, bool(symmetric))
 
     @property
     def stream(self) -> int:
@@ -48,8 +53,11 @@ class CallEnding:
         return self.last.stream
 
     def within(self, op: Op) -> bool:
-        """Return True if an operation is the last to wait for flags, so that its kernel may reset them at its end."""
-        return op is self.last and bool(op.awaited_flags) and not self.others
+        """Return True if the kernel of an operation may reset the flags at its end.
+
+        It is the last to wait for flags, nothing else must still end, and it writes to no symmetric memory.
+        """
+        return op is self.last and bool(op.awaited_flags) and not self.others and not self.stores
 
 
 def _before_reset(unrolled: UnrolledProgram, implied_barriers: Collection[RanksOfTeam] | None) -> list[int]:

@@ -165,7 +165,9 @@ def test_a_copy_within_the_gpu_uses_sms_and_no_link() -> None:
     far = "  put %a -> %x at (%r + 1) % 2 over didx"
     near = "  set_stream 0\n  put %a -> %y at %r over didx\n  set_stream %user"
     assert alone(f"{buffers}{far}\n{near}") == pytest.approx(alone(f"{buffers}{far}"))
-    assert alone(f"{buffers}{MATMUL}\n{near}") > alone(f"{buffers}{MATMUL}") + 5
+    assert alone(f"{buffers}{MATMUL}\n{near}") <= alone(f"{buffers}{MATMUL}")
+    many = "\n".join([near] * 20)  # they take longer than the matmul, beside which they are slower
+    assert alone(f"{buffers}{MATMUL}\n{many}") > alone(f"{buffers}{many}") + 5
 
 
 def test_a_barrier_waits_for_the_slowest_rank() -> None:

@@ -12,7 +12,7 @@ from hostir.ir.source import HostIRError
 from hostir.ir.tensor_ops import TensorOp
 from hostir.kernels import aten, devices
 from hostir.kernels.aten import KERNELS
-from hostir.kernels.table import ADDING, kernel_table
+from hostir.kernels.table import ADDING, kernel_for, kernel_table
 from tests.kernels.checking import assert_as_accurate, assert_only_view_written, embedded, filled, user_allows
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -249,6 +249,16 @@ def test_triton_on_a_cpu_needs_its_interpreter(monkeypatch: pytest.MonkeyPatch) 
         "sum_by_blocks",
         ADDING,
     }
+
+
+@pytest.mark.parametrize("device_type", ["cuda", "cpu"])
+def test_cublas_computes_products_that_are_added_to_their_result_on_gpus(device_type: str) -> None:
+    table = kernel_table("triton", device_type)
+    adding, plain = (kernel_for(table, torch.bfloat16, "matmul", operands) for operands in (3, 2))
+    assert (adding is aten.matmul) == (device_type == "cuda")
+    assert plain is table["matmul"] is not aten.matmul
+    assert kernel_for(table, torch.bfloat16, "linear", 3) is table["linear"]
+    assert kernel_for(table, torch.float64, "matmul", 3) is KERNELS["matmul"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

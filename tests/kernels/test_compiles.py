@@ -475,7 +475,8 @@ def test_the_last_program_resets_flags_and_then_grants_credits_to_the_whole_syst
     granted = ptx.rfind("atom.global.sys.release.add.u64")
     stored = [match.start() for match in re.finditer(r"st\.global\.[^;]*b64|cp\.async\.bulk\.tensor\.\S*global", ptx)]
     assert 0 < arrived < granted
-    assert ptx.rfind("bar.sync", 0, arrived) > 0, "all reads of the program come before its arrival"
+    accessed = [match.end() for match in re.finditer(r"(ld|st)\.global|cp\.async|wgmma", ptx[:arrived])]
+    assert "bar.sync" in ptx[accessed[-1] : arrived], "all accesses of the program come before its arrival"
     assert any(arrived < at < granted for at in stored), "flags are reset after the last program has arrived"
     assert "bar.sync" in ptx[max(at for at in stored if at < granted) : granted], "and before peers may signal again"
 

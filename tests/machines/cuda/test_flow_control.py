@@ -231,6 +231,25 @@ def test_a_collective_in_flight_holds_the_end_of_the_call_until_a_stream_has_wai
     assert ending.stream == CALLER
 
 
+@pytest.mark.parametrize(("target", "within"), [("%y", True), ("%late", False)])
+def test_a_kernel_that_writes_to_symmetric_memory_does_not_end_the_call(target: str, within: bool) -> None:
+    product = hi.parse(f"""hostir 1
+mesh @mesh [didx] = 0 1
+program @p(%x: f32[8@didx, 4], %w: f32[4, 4]) -> ({target}) {{
+  %r = rank of %x over didx
+  %box: f32[8@didx, 4] = allocate_symmetric
+  %late: f32[8@didx, 4] = allocate_symmetric
+  %f: flag[1] = allocate_symmetric
+  %y: f32[8@didx, 4] = allocate
+  put %x -> %box at {NEXT}   signal %f[0] = 1 at {NEXT}
+  matmul %box, %w -> {target} ready %f >= 1 from 0
+}}
+""")
+    ending = CallEnding.of(unroll(product, 0, {}))
+    assert ending.last is not None
+    assert ending.within(ending.last) == within
+
+
 OVERWRITTEN = {
     "peers put there before": f"""{SENT}   wait_signal %f[0] >= 1   copy %box -> %y
   put %x -> %box at %r over didx   barrier of %x over didx""",
