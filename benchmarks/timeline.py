@@ -8,9 +8,10 @@ The programs are in benchmarks/timeline_programs.json. `--draw` draws them anew 
 a seed: a third has kernels that wait for flags, and another third has sums or collectives beside a matmul.
 
 A unit is a kernel, a copy or a collective of the plan. Times count from the beginning of the call. The error of a unit
-is the difference between its predicted and its measured end, divided by its measured duration. Each program is measured
-twice. An error below the difference between the two counts as none. Only units of at least 20 us count. The time that a
-kernel waits for flags is listed apart.
+is the difference between its predicted and its measured end, divided by its measured duration. A program ends with its
+last unit; the kernel that may reset flags after it is no unit. Each program is measured twice. An error below the
+difference between the two counts as none. Only units of at least 20 us count. The time that a kernel waits for flags is
+listed apart.
 
 On GPUs, the device first computes matmuls, so that the host runs ahead and the clock is that of a busy GPU. The ranks
 begin together. torch.profiler gives the times of kernels and copies: events on streams would keep kernels from
@@ -50,7 +51,7 @@ from hostir.call.executor import Executor
 from hostir.choice import calibration
 from hostir.choice.measure import random_parts
 from hostir.choice.platforms import Platform, platform_here, reference
-from hostir.choice.timeline import PredictedSpan, predict
+from hostir.choice.timeline import RESET, PredictedSpan, predict
 from hostir.ir.program import Program
 from hostir.job.session import Session, session
 from hostir.machines.cuda.ranges import range_name
@@ -257,7 +258,7 @@ class Bench:
         ranks = [json.loads(text) for text in self.job.exchange("timeline", json.dumps(found), 600.0)]
         return {
             "case": str(case),
-            "predicted_us": predicted.us,
+            "predicted_us": max(span.end for span in predicted.spans if span.statement != RESET),
             "us": max(rank["us"] for rank in ranks),
             "untraced_us": max(rank["untraced_us"] for rank in ranks),
             "missing": [text for rank in ranks for text in rank["missing"]],
