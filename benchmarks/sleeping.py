@@ -49,6 +49,7 @@ SLEEPING: Hardware = replace(
     flag_wait=0.0,
     poll=0.0,
     poll_started=0.0,
+    beside=0.0,
     ending=0.0,
     begin=0.0,
     captured=0.0,

@@ -40,7 +40,6 @@ from hostir.kernels.matmul.tiles import Gemm, Tile, grouped_tile
 EPSILON = 1e-9
 UNTHROTTLED_FLOPS = 0.2e12  # a call with more floating point operations is slower: power limits the clock
 LEAST_PEAK = 0.81  # the share of the peak that is left however long a call computes
-BESIDE = 0.5  # the speed of a kernel that is bound by memory beside a matmul: it gets SMs as tiles end, between others
 LEFTOVER = 0.5  # the speed of a matmul on SMs that the last wave of another matmul leaves idle: both compete for L2
 ADDING = 6.0  # microseconds between a product and one that adds to its result, besides the bytes that it reads
 IN_SUM = 0.5  # microseconds of a computation that the kernel of a sum over ranks carries out, with few bytes
@@ -560,7 +559,7 @@ class Simulation:
             if isinstance(a.task.work, Gemm | Traffic) and not a.task.blocks:
                 left, width = idle.get(a.task.rank, 1.0), self.costs.width(a.task)
                 if isinstance(a.task.work, Traffic) and left < 1.0:
-                    a.rate = BESIDE
+                    a.rate = self.costs.hardware.beside
                 else:
                     share = self.costs.share(a.task, left)
                     idle[a.task.rank] = left - share
