@@ -33,6 +33,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "matmul_all_reduce": ("matmul_all_reduce", "decode"),
     "matmul_reduce_scatter": ("matmul_reduce_scatter", "matmul_reduce_scatter_as_rank_of"),
     "mlp": ("mlp",),
+    "moe": ("moe",),
     "mutation": ("mutation", "mutation_experts", "mutation_sums"),
     "overhead": ("overhead",),
     "patterns": ("patterns",),
@@ -43,16 +44,15 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "scaled_matmul": ("scaled_matmul", "scaled_matmul_scatter", "scaled_matmul_as_rank_of"),
     "soak": ("soak",),
     "structure": ("structure",),
+    "tape_entries": ("tape_entries",),
+    "timeline": ("timeline", "timeline_cpu"),
     "torch_operators": ("torch_operators",),
 }
 OTHERS = {
     "chart": "draws the results of other benchmarks",
-    "timeline": "compares predicted timelines with measured ones; it has not been run on GPUs",
-    "moe": "compares mixtures of experts; it has not been run on GPUs",
     "generate": "decodes with a cache; it has not been run on GPUs",
     "train": "trains a stack of layers; it has not been run on GPUs",
     "on_eight": "runs other benchmarks; it has not been run on 8 GPUs",
-    "tape_entries": "compares entries of tapes with a C loop; it has not been run on GPUs",
     "profile": "draws [pictures](../../docs/images) of kernels",
 }
 

@@ -559,7 +559,7 @@ class Simulation:
             if isinstance(a.task.work, Gemm | Traffic) and not a.task.blocks:
                 left, width = idle.get(a.task.rank, 1.0), self.costs.width(a.task)
                 if isinstance(a.task.work, Traffic) and left < 1.0:
-                    a.rate = self.costs.hardware.beside
+                    a.rate = self.costs.hardware.during_matmul
                 else:
                     share = self.costs.share(a.task, left)
                     idle[a.task.rank] = left - share

@@ -80,7 +80,7 @@ class PredictedTimeline:
         program: the name of the program.
         machine: the machine for which it is predicted.
         kernels: the family of kernels.
-        us: the microseconds of a call in a replay of a CUDA graph.
+        us: the microseconds of a call whose operations the host issues one by one, ahead of the device.
         host_us: the microseconds in which the host issues a call without a graph.
         ranks: the number of ranks.
         simulated: the spans of the ranks that were simulated, by their beginning: of rank 0 if all ranks do the same,

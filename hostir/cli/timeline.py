@@ -28,8 +28,8 @@ def describe(predicted: PredictedTimeline, rank: int) -> str:
     headers = ["begin us", "end us", "waits us", "rank", "lane", "statement"]
     shown, left = spans[:MOST], len(spans) - MOST
     parts = [
-        f"@{predicted.program} on {predicted.machine}, kernels {predicted.kernels}: {predicted.us:.1f} us in a CUDA "
-        f"graph; the host issues a call in {predicted.host_us:.0f} us",
+        f"@{predicted.program} on {predicted.machine}, kernels {predicted.kernels}: {predicted.us:.1f} us on the "
+        f"device; the host issues a call in {predicted.host_us:.0f} us",
         table([f"rank {rank}", "us", "share %"], _busy(predicted, rank)),
         f"statements of rank {rank}:\n" + table(headers, [_row(span) for span in shown]),
     ]
@@ -49,7 +49,7 @@ def compared(timelines: Mapping[str, PredictedTimeline], rank: int) -> str:
 def _figures(predicted: PredictedTimeline, rank: int) -> dict[str, float]:
     """Return the microseconds of a call, of the resources of a rank, and of its exposed communication, by name."""
     busy = predicted.busy(rank)
-    return {"in a CUDA graph": predicted.us, "host": predicted.host_us, **busy, "exposed": predicted.exposed(rank)}
+    return {"device": predicted.us, "host": predicted.host_us, **busy, "exposed": predicted.exposed(rank)}
 
 
 def _busy(predicted: PredictedTimeline, rank: int) -> list[list[str]]:

@@ -54,7 +54,7 @@ IN_ORDER = 16
 def matmul(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, addend: torch.Tensor | None = None) -> None:
     """`out[..., N] = a[..., K] @ b[K, N] + addend[..., N]`, rounded once, with sums in f32.
 
-    On CUDA, cuBLAS may round the product before it adds an addend with the shape of `out`.
+    On CUDA, cuBLAS rounds the product before it adds an addend with the shape of `out`.
     The addend is a vector `[N]`, or it has the shape of `out`. It may be `out` itself.
 
     Sums in f32 matter most if the size of a row is not a multiple of 16 bytes. For such rows cuBLAS chooses other

@@ -109,7 +109,7 @@ def test_the_command_prints_compares_and_draws(tmp_path: Path, capsys: pytest.Ca
     out = capsys.readouterr().out
     assert out.startswith("@allgather_matmul on 2 x h100, kernels triton: ")
     assert "critical path:" in out
-    assert "us, rank 0       fused us  sequential us" in out
+    assert "us, rank 0   fused us  sequential us" in out
     assert "matmul" in picture.read_text()
     assert (tmp_path / "t-sequential.svg").exists()
     events = json.loads(trace.read_text())["traceEvents"]
