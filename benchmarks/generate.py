@@ -36,7 +36,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwise
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
 
-import hostir.torch
 from benchmarks.harness import Clock, graphed, synchronize, table, write
 from examples.generate import Generator
 from examples.llama import Block, Llama, RMSNorm
@@ -238,7 +237,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--shrink", type=int, default=1, help="divide the widths by this number")
     options = parser.parse_args(arguments)
     rows: list[dict[str, Any]] = []
-    with session(options.device) as job, hostir.torch.install(), torch.no_grad():  # DTensor is slow in inference mode
+    # Without hostir.torch.install(), which would give the two-shot way our kernel. DTensor is slow in inference mode.
+    with session(options.device) as job, torch.no_grad():
         assert job is not None, "start it with torchrun"
         if options.device == "cpu":
             options.ways = [way for way in options.ways if way != "two-shot"]  # torch has it on GPUs only

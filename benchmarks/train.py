@@ -185,7 +185,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--shrink", type=int, default=1, help="divide the widths by this number")
     options = parser.parse_args(arguments)
     rows: list[dict[str, Any]] = []
-    with session(options.device) as job, hostir.torch.install():
+    with session(options.device) as job:  # without hostir.torch.install(), which would give async TP our kernels
         assert job is not None, "start it with torchrun"
         mesh = init_device_mesh(options.device, (job.size,), mesh_dim_names=("tp",))
         clock = Clock(job.device, options.steps)
