@@ -154,21 +154,20 @@ def overhead(job: Job) -> bool:
     return True
 
 
-def llama_block(job: Job) -> bool:
-    """Measure a block of Llama-3, forward and backward, by torch and by hostir."""
-    arguments = job.arguments
+def model(job: Job, *, module: str, sizes: Sequence[str], tiny: Sequence[str]) -> bool:
+    """Run a benchmark of models in a job of its own. `tiny` are the options for a trial run, instead of `sizes`."""
+    chosen = job.arguments
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(job.joined.size)]
-    options = [
-        "--out",
-        str(arguments.out / "llama_block"),
-        "--device",
-        arguments.device,
-        "--shrink",
-        str(arguments.shrink),
-    ]
-    tiny = ["--models", "8B", "--tokens", "64", "--repeats", "1", "--ways", TRIED]
-    sizes = tiny if job.tiny else ["--models", "70B,8B", "--tokens", "8192"]
-    return apart(job, "llama_block", [*torchrun, "-m", "benchmarks.llama_block", *options, *sizes])
+    options = ["--out", str(chosen.out / module), "--device", chosen.device, "--shrink", str(chosen.shrink)]
+    return apart(job, module, [*torchrun, "-m", f"benchmarks.{module}", *options, *(tiny if job.tiny else sizes)])
+
+
+def timeline(job: Job) -> bool:
+    """Compare predicted timelines with measured ones; a trial run compares two. They are for two ranks."""
+    chosen = job.arguments
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "benchmarks.timeline"]
+    options = ["--out", str(chosen.out / "timeline"), "--device", chosen.device, *(["--first", "2"] * job.tiny)]
+    return apart(job, "timeline", [*torchrun, *options])
 
 
 def apart(job: Job, name: str, command: Sequence[str]) -> bool:
@@ -192,8 +191,28 @@ def comparison(name: str, seconds: float, module: str, benchmark: str, **options
     return Part(name, seconds, functools.partial(compared, module=module, benchmark=benchmark, **options), table=True)
 
 
+LLAMA_BLOCK = functools.partial(
+    model,
+    module="llama_block",
+    sizes=["--models", "70B,8B", "--tokens", "8192"],
+    tiny=["--models", "8B", "--tokens", "64", "--repeats", "1", "--ways", TRIED],
+)
+TRAIN = functools.partial(
+    model,
+    module="train",
+    sizes=["--models", "70B"],
+    tiny=["--models", "8B", "--tokens", "64", "--layers", "1", "--steps", "1", "--ways", "hostir eager"],
+)
+GENERATE = functools.partial(
+    model,
+    module="generate",
+    sizes=["--models", "70B"],
+    tiny=["--models", "8B", "--batches", "1", "--layers", "1", "--context", "16", "--repeats", "1"],
+)
 PARTS = (
-    Part("llama_block", 270, llama_block, table=True),
+    Part("llama_block", 270, LLAMA_BLOCK, table=True),
+    Part("train", 240, TRAIN, table=True),
+    Part("generate", 150, GENERATE, table=True),
     comparison("reduce_scatter", 90, "matmul_reduce_scatter", "reduce_scatter", rows=MODELS),
     comparison("all_gather", 90, "allgather_matmul", "allgather", rows=MODELS),
     comparison("all_reduce", 75, "matmul_all_reduce", "all_reduce", rows=MODELS),
@@ -221,6 +240,7 @@ PARTS = (
         options=["--as-rank-of", str(EMULATED)],
         rows="70B",
     ),
+    Part("timeline", 100, timeline, table=True),
     Part("stress", 120, stress),
     Part("patterns", 90, patterns),
     Part("tune", 90, tune),
