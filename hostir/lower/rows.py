@@ -73,8 +73,11 @@ class RowCollectives:
         return [s for s in self.program.body if isinstance(s, AllGather) and s not in self.moves and self._go_along(s)]
 
     def _go_along(self, s: AllGather) -> bool:
-        """Return True if the gathered tensor is read, and all its readers use it as the scales of gathered rows."""
-        if s.out in self.program.outputs or not users(self.program, s.out) or _of_one_rank(s):
+        """Return True if the gathered tensor has readers, and all use it as the scales of gathered rows.
+
+        The tensor may also be an output.
+        """
+        if not users(self.program, s.out) or _of_one_rank(s):
             return False
         return all(self._scales_of(user, s) is not None for user in users(self.program, s.out))
 

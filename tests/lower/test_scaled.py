@@ -67,6 +67,28 @@ def test_the_checker_reports_scales_that_are_not_sent(strategy: str) -> None:
     assert not unnoticed, f"'{unnoticed[0].keyword()}' could be left out"
 
 
+@every_strategy
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_gathered_rows_that_are_wanted_with_their_scales_leave_no_collective(strategy: str, ranks: int) -> None:
+    rows = f"3, {4 * ranks}"
+    fusion = hi.parse(f"""hostir 1
+mesh @mesh [didx] = {" ".join(map(str, range(ranks)))}
+fusion @kept(%a: f8e4m3[{rows}@didx, 64], %b: f8e4m3[64, 32], %s: f32[{rows}@didx, 1], %t: f32[1, 32])
+    -> (%c, %a_full, %s_full) {{
+  %a_full: f8e4m3[{rows}, 64] = reshard %a
+  %s_full: f32[{rows}, 1] = reshard %s
+  %c: bf16[{rows}, 32] = scaled_matmul %a_full, %b scaled %s_full, %t to bf16
+}}
+""")
+    program = hi.lower(fusion, strategy)
+    assert one_sided(program)
+    assert not [s for s in program.walk() if isinstance(s, Communication)]
+    assert_correct(fusion, program, range(2))
+    assert failure_of(program, 4) == ""
+    unnoticed = [s for s, body in without_each(program.body) if not hi.check(program.with_body(body))]
+    assert not unnoticed, f"'{unnoticed[0].keyword()}' could be left out"
+
+
 def test_partial_sums_cross_ranks_in_the_dtype_of_the_result() -> None:
     for strategy in STRATEGIES:
         for dtype in ("bf16", "f32"):
