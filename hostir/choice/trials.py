@@ -12,7 +12,8 @@ its memory, so at most two candidates hold memory at a time.
 On CUDA the timed runs are replays of a CUDA graph, and the ranks meet on the device before each run. So the times
 contain no delays of the host. The time of the host is measured separately, in calls without a graph. The cost of a
 candidate is the time of the device; if the host takes longer, half of the difference is added. This lies between the
-cost of replays, for which the host hardly counts, and the cost of calls for which the device must wait.
+cost of replays, for which the host hardly counts, and the cost of calls for which the device must wait. If the costs of
+two candidates are nearly equal, the time of the device counts once more: the caller may capture later calls.
 
 Calls that are started asynchronously run the candidate that is the fastest in plain calls. Their time is not measured,
 because it depends on the work that they overlap.
@@ -50,6 +51,7 @@ from hostir.kernels.pools import outside_pools
 
 WARM = {"cpu": 1, "cuda": 4}  # untimed calls; on CUDA, native code or a CUDA graph issues calls from the fourth on
 ROUNDS = {"cpu": 5, "cuda": 15}  # timed runs of each candidate in a duel
+NEAR = 0.05  # costs that differ by at most this share are nearly equal
 ISSUED = 7  # calls on CUDA for which the time of the host is measured
 COMPILING = 20.0  # seconds that all trials of a fusion together may take to plan and compile challengers
 PATIENCE = 600.0  # seconds that ranks wait for a rank that compiles kernels of a candidate
@@ -289,7 +291,10 @@ class Trial:
         replays[challenger] = medians[challenger] * replays[champion] / medians[champion]
         for candidate in (champion, challenger):
             times[candidate] = replays[candidate] + max(self.host[candidate] - replays[candidate], 0.0) / 2
-        if times[challenger] < times[champion]:
+        ratio = times[challenger] / times[champion]
+        if abs(ratio - 1) <= NEAR:
+            ratio *= replays[challenger] / replays[champion]
+        if ratio < 1:
             self.progress.best = challenger
 
     def _too_long(self, challenger: Candidate) -> str:
