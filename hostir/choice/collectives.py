@@ -15,7 +15,7 @@ from hostir.ir.comm_ops import COPY_ENGINE, LOW_LATENCY, ONE_SHOT, TWO_SHOT
 KERNEL = 9.75  # microseconds of a barrier, or of another kernel of torch's that moves few bytes
 READ = 184.0  # GB/s at which the kernel of `one_shot` reads from peers
 MOVE = 397.0  # GB/s of `two_shot`, counting bytes as for NCCL: those that leave a rank, and half of those that it keeps
-EXCHANGE = 6.0  # microseconds of `low_latency` with few bytes
+EXCHANGE = 3.5  # microseconds of `low_latency` with few bytes
 SEND = 360.0  # GB/s at which `low_latency` sends to peers and sums
 SHORT = 20.0  # microseconds: if a sum by `low_latency` takes no longer, a matmul could hide little of it
 SMALL_COPY = 5.2  # microseconds of a copy of few bytes within the GPU

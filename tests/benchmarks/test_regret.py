@@ -33,8 +33,8 @@ class Limits:
 # all-reduces `by low_latency` have become faster since, so the estimates of such sums lie below its times.
 SCATTERED = "2xH100/matmul_reduce_scatter_2"
 LIMITS = {
-    "h100": Limits(rows=61, mean=1.015, largest=1.16, over=6, of_four=1.01, near=0.79),
-    "h100 scattered sums": Limits(rows=18, mean=1.027, largest=1.13, over=4, of_four=1.01, near=0.86),
+    "h100": Limits(rows=61, mean=1.016, largest=1.16, over=6, of_four=1.01, near=0.80),
+    "h100 scattered sums": Limits(rows=18, mean=1.026, largest=1.13, over=4, of_four=1.01, near=0.87),
     "h200": Limits(rows=60, mean=1.012, largest=1.10, over=5, of_four=1.04, near=0.79),
 }
 
