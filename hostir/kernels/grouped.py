@@ -6,9 +6,10 @@ many sources, tiles of one source each would be partly empty. The rows that belo
 before the first group and after the last one. Their tiles store 0.
 
 Every program makes the same table of tiles. If all rows are there, the tiles of a group come one after another, so that
-all find the matrix of the group in L2. If the rows of sources arrive while the kernel runs, the table has an interval
-of tiles for each source and each group: the tiles that need this source, but none that comes later. The intervals of a
-source are neighbours, and a program waits for the flag of the source before the first of its tiles there (see
+all find the matrix of the group in L2. If the rows of sources arrive while the kernel runs, the first groups are
+computed source by source: each source has the tiles that need it, but no source that comes later. These groups are as
+many as can be computed while rows arrive, because their matrices are read once for each source. The other groups follow
+when all rows are there. A program waits for the flag of a source before the first of its tiles that needs it (see
 `hostir.kernels.flags.ready`).
 
 With an index, a tile loads the rows that the index names. So nothing has to wait until rows have been permuted.
@@ -17,6 +18,7 @@ With an index, a tile loads the rows that the index names. So nothing has to wai
 from __future__ import annotations
 
 from dataclasses import replace
+from math import ceil
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ from hostir.kernels.devices import INTERPRETED, check_device, launch, launching,
 from hostir.kernels.flags.ready import Awaited, ReadyFlags, wait_for_rows
 from hostir.kernels.layout import collapse
 from hostir.kernels.matmul.conversions import from_float32, to_float32
+from hostir.kernels.matmul.estimate import FIRST, LINK, PEAK
 from hostir.kernels.matmul.operands import DTYPES
 from hostir.kernels.matmul.tiles import grouped_tile
 
@@ -56,12 +59,9 @@ def _rows_of(offsets, source_step, step, source, group, groups, rows):
 @triton.jit
 def _table(
     offsets,
-    source_step,
-    step,
+    steps,
     first,
-    sources,
-    groups,
-    rows,
+    sizes,
     BM: tl.constexpr,
     BY_SOURCE: tl.constexpr,
     SOURCES: tl.constexpr,
@@ -70,15 +70,19 @@ def _table(
     """Return the number of tiles of one column up to the end of each interval of tiles.
 
     If BY_SOURCE, interval `i * GROUPS + group` has the tiles whose last row is of the i-th source from source `first`
-    on. Otherwise interval `group` has all tiles of a group.
+    on. But after group `apart`, the last source has all tiles. Without BY_SOURCE, interval `group` has all tiles of a
+    group.
     """
+    source_step, step = steps
+    sources, groups, apart, rows = sizes
     turn, group = tl.arange(0, SOURCES)[:, None], tl.arange(0, GROUPS)[None, :]
     _, count = _rows_of(offsets, source_step, step, (turn + first) % sources, group, groups, rows)
     count = tl.where((turn < sources) & (group < groups + 2), count, 0)
     if BY_SOURCE:
         upto = tl.cumsum(count, 0)
-        ends = tl.where(turn < sources - 1, upto // BM, tl.cdiv(upto, BM))
-        tiles = tl.where(turn < sources, ends - (upto - count) // BM, 0)
+        by_turn = group <= apart
+        ends = tl.where(turn < sources - 1, tl.where(by_turn, upto // BM, 0), tl.cdiv(upto, BM))
+        tiles = tl.where(turn < sources, ends - tl.where(by_turn, (upto - count) // BM, 0), 0)
         return tl.cumsum(tl.reshape(tiles, [SOURCES * GROUPS]), 0)
     else:
         return tl.cumsum(tl.cdiv(tl.sum(count, 0), BM), 0)
@@ -93,7 +97,7 @@ def dot(x, y, acc):
         return tl.dot(x, y, acc, input_precision="ieee")
 
 
-@triton.jit(do_not_specialize=["sources", "groups", "rows", "tokens", "epoch", "first", "blocks", "polls"])
+@triton.jit(do_not_specialize=["sources", "groups", "apart", "rows", "tokens", "epoch", "first", "blocks", "polls"])
 def _grouped_matmul_kernel(
     x,
     w,
@@ -109,6 +113,7 @@ def _grouped_matmul_kernel(
     polls,
     sources,
     groups,
+    apart,  # with READY: the number of groups at the beginning that are computed source by source
     rows,
     tokens,  # the number of rows of a source of x, from which an index chooses
     N,
@@ -145,9 +150,8 @@ def _grouped_matmul_kernel(
     if READY:
         each = sources // blocks
         first_source = first * each
-    ends = _table(
-        offsets, offsets_source, offsets_step, first_source, sources, groups, rows, BM, READY, SOURCES, GROUPS
-    )
+    steps, sizes = (offsets_source, offsets_step), (sources, groups, apart, rows)
+    ends = _table(offsets, steps, first_source, sizes, BM, READY, SOURCES, GROUPS)
     turns, width = tl.arange(0, SOURCES), tl.cdiv(N, BN)
     for tile in range(tl.program_id(0), tl.max(ends, 0) * width, tl.num_programs(0)):
         before = ends * width <= tile
@@ -169,7 +173,8 @@ def _grouped_matmul_kernel(
         upto = tl.cumsum(count, 0)
         earlier = 0  # the tiles of the group that need no source as late as this interval's
         if READY:
-            earlier = tl.sum(tl.where(turns == interval // GROUPS, upto - count, 0), 0) // BM
+            rows_before = tl.sum(tl.where(turns == interval // GROUPS, upto - count, 0), 0)
+            earlier = tl.where(group < apart, rows_before // BM, 0)
         place = (earlier + within % height) * BM + tl.arange(0, BM)  # in the group
         total = tl.max(upto, 0)
         in_rows = (place < total)[:, None]
@@ -254,7 +259,7 @@ def grouped_matmul(
     with launching(device):
         launch(
             *(_grouped_matmul_kernel, max(min(most, sms), 1), x, w, offsets, index, out, own_rows, *waits),
-            *(sources, groups, rows, x.shape[-2], columns, x.shape[-1]),
+            *(sources, groups, _apart(out, x, w, ready), rows, x.shape[-2], columns, x.shape[-1]),
             *(steps[0], *x.stride()[-2:], *w.stride()),
             *(steps[2], offsets.stride(-1), steps[3], by_source.stride(-1), steps[1], *out.stride()[-2:]),
             *(own[0][1] if own else 0, 0 if own_rows is None else own_rows.stride(-2)),
@@ -305,6 +310,16 @@ def grouped_matmul_by_blocks(
             grouped_matmul(result[part], flat[part], w, begins[part], of_part, ready=one, own_rows=own)
     if dense is not out:
         out.copy_(dense)
+
+
+def _apart(out: torch.Tensor, x: torch.Tensor, w: torch.Tensor, ready: ReadyFlags | None) -> int:
+    """Return the number of groups that are computed source by source: about as many as rows take to arrive."""
+    if ready is None:
+        return 0
+    blocks, (groups, size, columns) = len(ready.flags), w.shape
+    arriving = blocks * (FIRST + x.numel() // blocks * x.element_size() / LINK / 1e3)
+    computing = 2 * out.shape[:-1].numel() * size * columns / PEAK["f32" if x.element_size() == 4 else "bf16"] / 1e6
+    return min(ceil(groups * arriving / computing), groups) if computing else groups
 
 
 def _in_one_launch(sources: int, groups: int) -> bool:

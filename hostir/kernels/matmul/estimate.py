@@ -146,7 +146,7 @@ def _loading(grid: Grid, tile: Tile, gemm: Gemm, rates: Rates) -> float:
 
 # Assumed arrival of blocks: GB/s; if copy engines copy them, also the microseconds before the first copy begins, and
 # between two copies.
-_LINK, _FIRST, _PAUSE = 390.0, 15.0, 2.5
+LINK, FIRST, _PAUSE = 390.0, 15.0, 2.5
 EARLY_WAVES = 2  # the most waves that the halves of early tiles may fill: more tiles keep all SMs busy without a split
 FINE_WAVES = 8  # with more waves, the number of split tiles matters little
 _SUSTAINED = 0.95  # the share of the peak that is left when power limits the clock in long calls
@@ -184,9 +184,9 @@ def choose(gemm: Gemm, sms: int, tiles: tuple[Tile, ...], rates: Rates = TRITON)
     memory were infinitely fast. If these times are equal, too, it takes the tile with the largest `early_blocks`,
     because this was faster on H200s.
     """
-    rates, (first, pause) = rates.scaled(_SUSTAINED), (0.0, 0.0) if gemm.overlapped else (_FIRST, _PAUSE)
+    rates, (first, pause) = rates.scaled(_SUSTAINED), (0.0, 0.0) if gemm.overlapped else (FIRST, _PAUSE)
     blocks = 1 if gemm.block is None else max(1, gemm.batches * gemm.m // gemm.block)
-    each = pause + (gemm.block or 0) * gemm.k * gemm.itemsize / _LINK / 1e3
+    each = pause + (gemm.block or 0) * gemm.k * gemm.itemsize / LINK / 1e3
     arrivals = [0.0, *(first + i * each for i in range(1, blocks))]
 
     def key(tile: Tile) -> tuple[float, float, int, int]:

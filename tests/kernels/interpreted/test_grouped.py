@@ -64,6 +64,18 @@ def test_an_index_that_does_not_fit_reads_nothing_outside(rows):
     torch.testing.assert_close(out, limited @ w[0])
 
 
+def test_few_groups_are_computed_source_by_source_if_computing_takes_longer_than_the_rows_to_arrive():
+    def apart(blocks, rows, columns, groups):
+        x, w = torch.empty(blocks, rows, 4096, device="meta"), torch.empty(groups, 4096, columns, device="meta")
+        x, w = x.bfloat16(), w.bfloat16()
+        out = torch.empty(blocks, 2 * rows, columns, device="meta")
+        return grouped._apart(out, x, w, ReadyFlags(torch.zeros(blocks), 1, torch.zeros(blocks, 2)))
+
+    assert apart(2, 1024, 3584, 8) == 4
+    assert apart(2, 1024, 16, 8) == 8
+    assert apart(2, 8192, 14336, 8) == 2
+
+
 @pytest.mark.parametrize("offsets", [[0, 30, 10, 50], [-1, -1, -1, -1], [0, 60, 70, 80], [9, 3, 99, -5]])
 def test_offsets_that_do_not_fit_access_nothing_outside_and_every_row_is_written(offsets):
     x, w = torch.randn(50, 8), torch.randn(3, 8, 5)
@@ -105,8 +117,10 @@ def raised(blocks: int, but: int | None = None, **fields: object) -> ReadyFlags:
 
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("tokens", [20, 7])
+@pytest.mark.parametrize("apart", [0, 1, 3])
 @pytest.mark.parametrize(("blocks", "first"), [(1, 0), (2, 1), (4, 0), (4, 3)])
-def test_sources_that_have_arrived_are_computed_as_without_flags(blocks, first, tokens, own):
+def test_sources_that_have_arrived_are_computed_as_without_flags(blocks, first, apart, tokens, own, monkeypatch):
+    monkeypatch.setattr(grouped, "_apart", lambda *_: apart)
     x, w = torch.randn(4, tokens, 8), torch.randn(3, 8, 5)
     index = None if tokens == 20 else torch.randint(0, tokens, (4, 20))
     offsets = torch.tensor([[0, 5, 9, 20], [2, 2, 2, 2], [0, 0, 20, 20], [1, 6, 11, 17]])
