@@ -73,7 +73,7 @@ def test_few_groups_are_computed_source_by_source_if_computing_takes_longer_than
 
     assert apart(2, 1024, 3584, 8) == 4
     assert apart(2, 1024, 16, 8) == 8
-    assert apart(2, 8192, 14336, 8) == 2
+    assert apart(2, 8192, 14336, 8) == 1
 
 
 @pytest.mark.parametrize("offsets", [[0, 30, 10, 50], [-1, -1, -1, -1], [0, 60, 70, 80], [9, 3, 99, -5]])
