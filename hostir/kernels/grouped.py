@@ -30,7 +30,7 @@ from hostir.kernels.devices import INTERPRETED, check_device, launch, launching,
 from hostir.kernels.flags.ready import Awaited, ReadyFlags, wait_for_rows
 from hostir.kernels.layout import collapse
 from hostir.kernels.matmul.conversions import from_float32, to_float32
-from hostir.kernels.matmul.estimate import FIRST, LINK, PEAK
+from hostir.kernels.matmul.estimate import share_apart
 from hostir.kernels.matmul.operands import DTYPES
 from hostir.kernels.matmul.tiles import grouped_tile
 
@@ -313,13 +313,12 @@ def grouped_matmul_by_blocks(
 
 
 def _apart(out: torch.Tensor, x: torch.Tensor, w: torch.Tensor, ready: ReadyFlags | None) -> int:
-    """Return the number of groups that are computed source by source: about as many as rows take to arrive."""
+    """Return the number of groups that are computed source by source."""
     if ready is None:
         return 0
     blocks, (groups, size, columns) = len(ready.flags), w.shape
-    arriving = blocks * (FIRST + x.numel() // blocks * x.element_size() / LINK / 1e3)
-    computing = 2 * out.shape[:-1].numel() * size * columns / PEAK["f32" if x.element_size() == 4 else "bf16"] / 1e6
-    return min(ceil(groups * arriving / computing), groups) if computing else groups
+    block, flops = x.numel() // blocks * x.element_size(), 2.0 * out.shape[:-1].numel() * size * columns
+    return ceil(groups * share_apart(blocks, block, flops, "f32" if x.element_size() == 4 else "bf16"))
 
 
 def _in_one_launch(sources: int, groups: int) -> bool:

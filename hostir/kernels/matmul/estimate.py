@@ -124,6 +124,19 @@ def _work(tile: Tile, gemm: Gemm, sms: int, rates: Rates, arrivals: Sequence[flo
     return tiles, ready, took
 
 
+def share_apart(blocks: int, block: int, flops: float, dtype: str) -> float:
+    """Return the share of a grouped matmul's groups that it computes block by block, while the rows arrive.
+
+    Args:
+        blocks: the number of blocks.
+        block: the bytes of a block of rows.
+        flops: the floating point operations of the matmul.
+        dtype: the dtype of the operands, as in `Gemm`.
+    """
+    arriving, computing = blocks * (FIRST + block / LINK / 1e3), flops / PEAK[dtype] / 1e6
+    return min(arriving / computing, 1.0) if computing else 1.0
+
+
 def right_bytes(gemm: Gemm) -> int:
     """Return the number of bytes of all right operands of a matmul."""
     return gemm.matrices * gemm.n * gemm.k * gemm.itemsize
@@ -137,10 +150,14 @@ def in_l2(gemm: Gemm) -> bool:
 def _loading(grid: Grid, tile: Tile, gemm: Gemm, rates: Rates) -> float:
     """Return the time in microseconds to load the right operands from memory.
 
-    If they stay in L2, the time is 0. Otherwise they are loaded again for each block.
+    If they stay in L2, the time is 0. Otherwise they are loaded again for each block. A grouped matmul loads only those
+    of some groups again.
     """
     right = right_bytes(gemm)
-    times = 0 if in_l2(gemm) else min(grid.blocks, grid.batches * -(-grid.rows // tile.m))
+    times: float = 0 if in_l2(gemm) else min(grid.blocks, grid.batches * -(-grid.rows // tile.m))
+    if gemm.grouped and gemm.block is not None and times > 1:
+        block = gemm.block * gemm.k * gemm.itemsize
+        times = 1 + (times - 1) * share_apart(grid.blocks, block, 2.0 * gemm.rows * gemm.k * gemm.n, gemm.dtype)
     return times * right / rates.read / 1e3
 
 
