@@ -59,7 +59,7 @@ def expert_mlp(
     by_row = by_token.flatten(1).gather(1, _inverse(places).long())  # the weight of each row
     _, (g, u) = grouped.all_gather_grouped_matmul.call(x, [gate, up], order, offsets, places, name)
     h = F.silu(g) * u * by_row[..., None].to(x.dtype)
-    return grouped.grouped_matmul_reduce_scatter.call(h, down, order, offsets, places, name)
+    return grouped.grouped_matmul_reduce_scatter.call([h], [down], order, offsets, places, name)
 
 
 def _inverse(places: Tensor) -> Tensor:

@@ -295,7 +295,7 @@ def operators_of_experts_pass_torchs_opcheck() -> None:
     for tensor in (x, gate, up, down, h):
         tensor.requires_grad_()
     torch.library.opcheck(ops.all_gather_grouped_matmul, (x, [gate, up], *routing, name))
-    torch.library.opcheck(ops.grouped_matmul_reduce_scatter, (h, down, *routing, name))
+    torch.library.opcheck(ops.grouped_matmul_reduce_scatter, ([h, h], [down, down], *routing, name))
 
 
 @case

@@ -93,42 +93,50 @@ def _gather_fusion(ranks: int, dtype: str, experts: int, K: int, widths: tuple[i
 
 
 @define(
-    "grouped_matmul_reduce_scatter(Tensor h, Tensor weight, Tensor order, Tensor offsets, Tensor places, "
+    "grouped_matmul_reduce_scatter(Tensor[] hs, Tensor[] weights, Tensor order, Tensor offsets, Tensor places, "
     "str group_name) -> Tensor",
     SCATTERED,
 )
 def grouped_matmul_reduce_scatter(
-    h: Tensor, weight: Tensor, order: Tensor, offsets: Tensor, places: Tensor, group_name: str
+    hs: list[Tensor], weights: list[Tensor], order: Tensor, offsets: Tensor, places: Tensor, group_name: str
 ) -> Tensor:
     """Multiply the rows of each expert, add up the rows of each token and the ranks' sums; return this rank's tokens.
 
-    `h` is `[R, S, K]`, `weight` is `[E, K, N]`, and the result is `[M, N]`.
+    Each of `hs` is `[R, S, K]`, and is multiplied by its matrices `[E, K, N]` in `weights`. The products of all are
+    added. The result is `[M, N]`.
     """
     call = OperatorCall("hostir::grouped_matmul_reduce_scatter", group_name)
-    tokens, columns = places.shape[1], weight.shape[2]
+    tokens, columns = places.shape[1], weights[0].shape[2]
     if THREAD.tracing:
-        return h.new_empty(tokens, columns)
+        return hs[0].new_empty(tokens, columns)
     do_not_remember()
     ranks, experts, each = call.group.size, offsets.shape[1] - 1, places.shape[2]
-    _check(h, [weight], experts, h.shape[2])
-    key = experts, h.shape[2] * ranks, columns, each
-    ones = torch.ones(places.shape, dtype=torch.float32, device=h.device)
-    (y,) = call.execute(_scatter_fusion, key, [h, weight, offsets, places, ones], dtype=dtype_of([h]))
+    for h, weight in zip(hs, weights, strict=True):
+        _check(h, [weight], experts, h.shape[2])
+    key = experts, tuple(h.shape[2] * ranks for h in hs), columns, each
+    ones = torch.ones(places.shape, dtype=torch.float32, device=places.device)
+    (y,) = call.execute(_scatter_fusion, key, [*hs, *weights, offsets, places, ones], dtype=dtype_of(hs))
     return y.view(tokens, columns)
 
 
-def _scatter_fusion(ranks: int, dtype: str, experts: int, K: int, columns: int, each: int) -> Program:
+def _scatter_fusion(ranks: int, dtype: str, experts: int, widths: tuple[int, ...], columns: int, each: int) -> Program:
     """Return the fusion of `grouped_matmul_reduce_scatter`.
 
-    `K` is the number of columns of `%h` over all ranks. `each` is the number of experts of a token.
+    `widths` are the numbers of columns of each of `hs` over all ranks. `each` is the number of experts of a token.
     """
-    inputs = [f"%h: {type_of(dtype, ranks, 'S', f'{K}@didx')}", f"%w: {type_of(dtype, experts, f'{K}@didx', columns)}"]
+    numbers = range(len(widths))
+    inputs = [f"%h{i}: {type_of(dtype, ranks, 'S', f'{K}@didx')}" for i, K in enumerate(widths)]
+    inputs += [f"%w{i}: {type_of(dtype, experts, f'{K}@didx', columns)}" for i, K in enumerate(widths)]
     inputs += [f"%offsets: {type_of('i32', ranks, experts + 1)}", f"%places: {type_of('i32', ranks, 'M', each)}"]
     inputs.append(f"%ones: {type_of('f32', ranks, 'M', each)}")
-    body = [
-        f"%y: {type_of(dtype, ranks, 'S', columns)} partial(didx) = grouped_matmul %h, %w by %offsets",
-        f"%c: {type_of(dtype, f'{ranks}@didx', 'M', columns)} = combine_rows %y by %places times %ones",
-    ]
+    rows, tokens = (f"{type_of(dtype, ranks, size, columns)} partial(didx)" for size in ("S", "M"))
+    body = [f"%y{i}: {rows} = grouped_matmul %h{i}, %w{i} by %offsets" for i in numbers]
+    body += [f"%c{i}: {tokens} = combine_rows %y{i} by %places times %ones" for i in numbers]
+    total = "%c0"
+    for i in numbers[1:]:  # of the sums of each token, which are fewer than the rows
+        body.append(f"%t{i}: {tokens} = add {total}, %c{i}")
+        total = f"%t{i}"
+    body.append(f"%c: {type_of(dtype, f'{ranks}@didx', 'M', columns)} = reshard {total}")
     return fusion("grouped_matmul_reduce_scatter", ranks, inputs, ["%c"], body)
 
 
@@ -228,9 +236,8 @@ def _gather_backward(ctx: Any, d_rows: Tensor | None, d_products: Sequence[Tenso
     used = [(d, w) for d, w in zip(d_products, weights, strict=True) if d is not None]
     d_x = None
     if wants_x and used:
-        d = torch.cat([d for d, _ in used], -1)
-        right = torch.cat([w for _, w in used], 2).transpose(1, 2)
-        d_x = grouped_matmul_reduce_scatter.packet(d, right, order, offsets, places, ctx.group)
+        ds, right = [d for d, _ in used], [w.transpose(1, 2) for _, w in used]
+        d_x = grouped_matmul_reduce_scatter.packet(ds, right, order, offsets, places, ctx.group)
     if wants_x and d_rows is not None:
         d = collectives.reduce_scatter.packet(_by_token(d_rows, places), "sum", 0, ctx.group)
         d_x = d if d_x is None else d_x + d
@@ -240,18 +247,22 @@ def _gather_backward(ctx: Any, d_rows: Tensor | None, d_products: Sequence[Tenso
 
 
 def _scatter_setup(ctx: Any, inputs: Any, output: Any) -> None:
-    h, weight, order, offsets, places, ctx.group = inputs
-    ctx.save_for_backward(h if weight.requires_grad else None, weight, order, offsets, places)
+    hs, weights, order, offsets, places, ctx.group = inputs
+    kept = [h if weight.requires_grad else None for h, weight in zip(hs, weights, strict=True)]
+    ctx.save_for_backward(order, offsets, places, *kept, *weights)
 
 
 def _scatter_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     refuse_twice(grouped_matmul_reduce_scatter.name)
-    h, weight, order, offsets, places = ctx.saved_tensors
-    wants_h, wants_w, *_ = ctx.needs_input_grad
-    right = [weight.transpose(1, 2)] if wants_h else []
+    order, offsets, places, *pairs = ctx.saved_tensors
+    hs, weights = pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :]
+    wants_hs, wants_ws, *_ = ctx.needs_input_grad
+    right = [w.transpose(1, 2) for w, wants in zip(weights, wants_hs, strict=True) if wants]
     rows, products = all_gather_grouped_matmul.packet(dy, right, order, offsets, places, ctx.group)
-    d_w = grouped_outer.packet(h, rows, offsets) if wants_w else None
-    return products[0] if wants_h else None, d_w, None, None, None, None
+    of = iter(products)
+    d_hs = [next(of) if wants else None for wants in wants_hs]
+    d_ws = [grouped_outer.packet(h, rows, offsets) if wants else None for h, wants in zip(hs, wants_ws, strict=True)]
+    return d_hs, d_ws, None, None, None, None
 
 
 all_gather_grouped_matmul.differentiate(_gather_backward, _gather_setup)
