@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812  # as everywhere
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
@@ -18,7 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tenso
 from hostir.ir.source import described, error, user_span
 from hostir.torch.functional import Ranks, name_of, ready
 from hostir.torch.modules import local_weight, mesh_of
-from hostir.torch.ops import collectives, grouped
+from hostir.torch.ops import collectives, gating, grouped
 
 GROUPS = "[experts, features, hidden], [experts, features, hidden] and [experts, hidden, features]"
 
@@ -58,7 +57,7 @@ def expert_mlp(
         return grouped.expert_mlp.call(*operands, name)
     by_row = by_token.flatten(1).gather(1, _inverse(places).long())  # the weight of each row
     _, (g, u) = grouped.all_gather_grouped_matmul.call(x, [gate, up], order, offsets, places, name)
-    h = F.silu(g) * u * by_row[..., None].to(x.dtype)
+    h = gating.gate.call(g, u, by_row)
     return grouped.grouped_matmul_reduce_scatter.call([h], [down], order, offsets, places, name)
 
 

@@ -16,6 +16,7 @@ import hostir as hi
 from hostir.kernels.flags.copies import PER_THREAD, WARPS, push_kernel
 from hostir.kernels.flags.pushed import Pushed
 from hostir.kernels.flags.signals import Ending
+from hostir.kernels.gated import _gate_gradients_kernel, _gate_kernel
 from hostir.kernels.grouped import _grouped_matmul_kernel, _tile
 from hostir.kernels.matmul.kernel import Bias, Constants, Scales, Strides, Workspace, matmul_kernel
 from hostir.kernels.matmul.matmul import EXACT_RUN
@@ -588,6 +589,18 @@ def test_a_grouped_matmul_of_16_bits_uses_tensor_cores_asynchronously_and_its_lo
     assert kernel.metadata.shared <= SHARED_MEMORY
     code = kernel.asm["sass"]
     assert not re.findall(r"\b(?:LDL|STL)\b", code[code.index("HGMMA") : code.rindex("HGMMA")])
+
+
+@pytest.mark.parametrize("kernel", [_gate_kernel, _gate_gradients_kernel], ids=lambda kernel: kernel.__name__)
+@pytest.mark.parametrize(("width", "warps"), [(2048, 4), (8192, 8)])
+def test_gates_of_16_bits_load_16_bytes_at_a_time_and_spill_nothing(kernel, width, warps):
+    pointers = dict.fromkeys(("g", "u", "out", "dy", "d_g", "d_u"), "*bf16")
+    pointers |= dict.fromkeys(("weights", "d_weights"), "*fp32")
+    source = aligned_source(kernel, {"WIDTH": width}, {n: p for n, p in pointers.items() if n in kernel.arg_names})
+    compiled = triton.compile(source, target=TARGET, options={"num_warps": warps})
+    assert "ld.global.v4.b32" in compiled.asm["ptx"]
+    assert "st.global.v4.b32" in compiled.asm["ptx"]
+    assert compiled.metadata.spilled == 0
 
 
 @pytest.mark.parametrize("adds", [False, True])

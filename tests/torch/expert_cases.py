@@ -295,6 +295,7 @@ def operators_of_experts_pass_torchs_opcheck() -> None:
     for tensor in (x, gate, up, down, h):
         tensor.requires_grad_()
     torch.library.opcheck(ops.all_gather_grouped_matmul, (x, [gate, up], *routing, name))
+    torch.library.opcheck(ops.gate, (h, torch.rand_like(h).requires_grad_(), torch.rand(h.shape[:-1]).requires_grad_()))
     torch.library.opcheck(ops.grouped_matmul_reduce_scatter, ([h, h], [down, down], *routing, name))
 
 
