@@ -5,6 +5,8 @@ By separate operators, a gate takes three kernels and its gradients six, which r
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -77,7 +79,7 @@ def takes(*tensors: torch.Tensor) -> bool:
     return all(t.dtype in DTYPES for t in tensors)
 
 
-def _launch(kernel: object, first: torch.Tensor, *others: torch.Tensor) -> None:
+def _launch(kernel: Any, first: torch.Tensor, *others: torch.Tensor) -> None:
     if not first.numel():
         return
     columns = first.shape[-1]
