@@ -41,7 +41,7 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
-def _rows_of(offsets, source_step, step, source, group, groups, rows):
+def rows_of(offsets, source_step, step, source, group, groups, rows):
     """Return the first row and the number of rows of a group in a source. Either index may be a tensor.
 
     Group 0 has the rows before the first offset, and group `groups + 1` the rows after the last one. Offsets that
@@ -76,7 +76,7 @@ def _table(
     source_step, step = steps
     sources, groups, apart, rows = sizes
     turn, group = tl.arange(0, SOURCES)[:, None], tl.arange(0, GROUPS)[None, :]
-    _, count = _rows_of(offsets, source_step, step, (turn + first) % sources, group, groups, rows)
+    _, count = rows_of(offsets, source_step, step, (turn + first) % sources, group, groups, rows)
     count = tl.where((turn < sources) & (group < groups + 2), count, 0)
     if BY_SOURCE:
         upto = tl.cumsum(count, 0)
@@ -168,7 +168,7 @@ def _grouped_matmul_kernel(
                     row_there = (first + behind) % blocks * each * rows
                     known, polls = wait_for_rows(awaited, polls, row_there, row_there + 1, OWN, FLAGS, False)
         sources_here = (turns + first_source) % sources
-        begin, count = _rows_of(offsets, offsets_source, offsets_step, sources_here, group + 1, groups, rows)
+        begin, count = rows_of(offsets, offsets_source, offsets_step, sources_here, group + 1, groups, rows)
         count = tl.where(turns < sources, count, 0)
         upto = tl.cumsum(count, 0)
         earlier = 0  # the tiles of the group that need no source as late as this interval's

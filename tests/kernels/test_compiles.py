@@ -604,8 +604,9 @@ def test_gates_of_16_bits_load_16_bytes_at_a_time_and_spill_nothing(kernel, widt
 
 
 @pytest.mark.parametrize("adds", [False, True])
-def test_sums_of_outer_products_of_16_bits_use_tensor_cores_asynchronously_and_spill_nothing(adds):
-    tile = outer_tile(torch.bfloat16)
+@pytest.mark.parametrize(("columns", "sources"), [(128, 8), (1792, 1), (1792, 2), (1792, 64)])
+def test_sums_of_outer_products_of_16_bits_use_tensor_cores_asynchronously_and_spill_nothing(columns, sources, adds):
+    tile = outer_tile(torch.bfloat16, columns) | {"SOURCES": sources, "EVEN": True}
     options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
     constants = {**tile, **dict.fromkeys(("x_column", "y_column", "out_column", "addend_column", "offsets_step"), 1)}
     constants |= {} if adds else {"addend": None}

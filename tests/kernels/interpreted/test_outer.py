@@ -31,6 +31,18 @@ def test_sums_of_groups_equal_atens(offsets, dtype, adds, monkeypatch):
     torch.testing.assert_close(ours, wanted, rtol=max(2e-5, 2 * torch.finfo(dtype).eps), atol=1e-4)
 
 
+@pytest.mark.parametrize("most", [1, 2, 64])
+@pytest.mark.parametrize(("sources", "columns"), [(1, 64), (5, 64), (5, 50)])
+def test_the_rows_of_any_number_of_sources_are_summed(sources, columns, most, monkeypatch):
+    monkeypatch.setattr(outer, "MAX_SOURCES", most)
+    x, y = torch.randn(sources, 40, 32), torch.randn(sources, 40, columns)
+    offsets = torch.randint(0, 41, (sources, 4)).sort(-1).values
+    out, wanted = torch.full((3, 32, columns), math.nan), torch.empty(3, 32, columns)
+    outer.grouped_outer(out, x, y, offsets)
+    aten.grouped_outer(wanted, x, y, offsets)
+    torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize("offsets", [[0, 30, 10, 50], [-1, -1, -1, -1], [0, 60, 70, 80], [9, 3, 99, -5]])
 def test_offsets_that_do_not_fit_read_nothing_outside(offsets):
     rows = torch.full((70, 8), math.nan)
