@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import threading
 
 import pytest
 import torch
 
-from hostir.kernels import aten
+from hostir.kernels import aten, gated, grouped, outer
 from hostir.kernels.devices import TooLargeError
+from hostir.kernels.flags.ready import ReadyFlags, no_timeouts
 from hostir.kernels.layout import rows
 from hostir.kernels.matmul import matmul as workspace
 from hostir.kernels.matmul import workspaces
@@ -404,3 +406,61 @@ def test_a_tile_that_needs_more_than_the_gpu_has_makes_way_for_another(monkeypat
     assert call.tile.unsplit == fits
     with pytest.raises(TooLargeError, match="bytes of shared memory, and the GPU has"):
         matmul(a, b, out, use_descriptors=False, tile=too_large)
+
+
+# Rows in groups ---------------------------------------------------------------------------------------------------
+def begins_of(sources: int, groups: int, rows: int) -> torch.Tensor:
+    """Return offsets of groups of random sizes, with rows of no group before and after them."""
+    return torch.randint(rows // 8, rows - rows // 8, (sources, groups + 1), device=CUDA).sort(-1).values.int()
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize(("groups", "K", "N"), [(8, 4096, 1792), (64, 2048, 768), (3, 1000, 72)])
+def test_rows_of_several_sources_are_multiplied_in_groups(groups, K, N, waits, indexed):
+    sources, rows = 2, 2048
+    x = torch.randn(sources, rows // 2 if indexed else rows, K, device=CUDA).bfloat16()
+    w, offsets = torch.randn(groups, K, N, device=CUDA).bfloat16(), begins_of(sources, groups, rows)
+    index = torch.randint(x.shape[1], (sources, rows), device=CUDA, dtype=torch.int32) if indexed else None
+    out = torch.full((sources, rows, N), math.nan, device=CUDA).bfloat16()
+    ready = (
+        ReadyFlags(torch.full((sources,), 3, device=CUDA), 3, no_timeouts(sources, CUDA), first=1) if waits else None
+    )
+    grouped.grouped_matmul(out, x, w, offsets, index, ready=ready)
+    exact, by_torch = (torch.zeros(out.shape, device=CUDA, dtype=dtype) for dtype in (torch.float64, torch.bfloat16))
+    for source, row in enumerate(offsets.tolist()):
+        chosen = x[source] if index is None else x[source, index[source].long()]
+        for group, (begin, end) in enumerate(itertools.pairwise(row)):
+            exact[source, begin:end] = chosen[begin:end].double() @ w[group].double()
+            by_torch[source, begin:end] = chosen[begin:end] @ w[group]
+    assert_as_accurate(out, by_torch, exact, exact.abs())
+
+
+@pytest.mark.parametrize("sources", [1, 2, 5])
+@pytest.mark.parametrize(("groups", "K", "N"), [(8, 4096, 1792), (64, 2048, 96), (3, 1000, 72)])
+def test_outer_products_of_rows_of_several_sources_are_summed_in_groups(groups, K, N, sources):
+    rows = 1024
+    x, y = (torch.randn(sources, rows, n, device=CUDA).bfloat16() for n in (K, N))
+    offsets = begins_of(sources, groups, rows)
+    out = torch.full((groups, K, N), math.nan, device=CUDA).bfloat16()
+    outer.grouped_outer(out, x, y, offsets)
+    exact, by_torch = (torch.zeros(out.shape, device=CUDA, dtype=dtype) for dtype in (torch.float64, torch.float32))
+    for source, row in enumerate(offsets.tolist()):
+        for group, (begin, end) in enumerate(itertools.pairwise(row)):
+            a, b = x[source, begin:end], y[source, begin:end]
+            exact[group] += a.double().t() @ b.double()
+            by_torch[group] += a.float().t() @ b.float()
+    assert_as_accurate(out, by_torch.bfloat16(), exact, exact.abs())
+
+
+@pytest.mark.parametrize("shape", [(2, 4096, 1792), (3, 7, 20000), (1, 5, 33)])
+def test_gates_and_their_gradients_match_float64(shape):
+    g, u, dy = (torch.randn(shape, device=CUDA).bfloat16() for _ in range(3))
+    weights = torch.rand(shape[:-1], device=CUDA)
+    exact = [t.double().requires_grad_() for t in (g, u, weights)]
+    y = torch.nn.functional.silu(exact[0]) * exact[1] * exact[2][..., None]
+    wanted = [y.detach(), *torch.autograd.grad(y, exact, dy.double())]
+    results = [gated.gate(g, u, weights), *gated.gate_gradients(dy, g, u, weights)]
+    for result, true in zip(results, wanted, strict=True):
+        scale = float(true.abs().max())
+        torch.testing.assert_close(result.double(), true, rtol=torch.finfo(result.dtype).eps, atol=1e-6 * scale)
