@@ -408,7 +408,7 @@ def report(results: list[dict[str, Any]]) -> str:
     programs = [abs(r["predicted_us"] / r["us"] - 1) for r in results]
     figures = {"units": (errors, (0.05, 0.1, 0.15)), "programs": (programs, (0.05, 0.08, 0.15))}
     summary = [
-        [name, str(len(each)), *(within(each, limit) for limit in limits), f"{100 * median(each):.1f}"]
+        [name, str(len(each)), *(within(each, limit) for limit in limits), f"{100 * median(each):.1f}" if each else "-"]
         for name, (each, limits) in figures.items()
     ]
     waiting = [_waiting(r["case"], unit) for r in results for unit in r["units"] if unit["kernel_waits"]]

@@ -69,8 +69,8 @@ class Hardware:
         memory: the rate of kernels that are bound by memory, counting the bytes read and the bytes written.
         operands: the rate at which a matmul reads its operands from memory and writes its result.
         small_kernel: the time of a kernel that moves few bytes.
-        during_matmul: the share of its rate that a kernel that is bound by memory keeps beside a matmul: it gets SMs as
-            tiles end.
+        during_matmul: the share of its rate that a kernel keeps beside a matmul if memory bounds it. It gets SMs
+            as tiles of the matmul end, and hardly slows the matmul down.
         ending: the time that the last kernel of a call takes to end the call: two trips to memory and one to a peer.
         begin: the time from the launch of a call until its first task begins, if the call has a matmul. Its code and
             operands are not in caches yet. 0 if the `start` of each kernel includes it.

@@ -333,9 +333,7 @@ class Costs:
             arrivals = [max(start, *arrivals) + self.hardware.edge + self.hardware.flag_wait]
         parts = len(arrivals) or count or 1
         if isinstance(work, Gemm):
-            part = (
-                replace(work, batches=work.batches // parts) if work.grouped else replace(work, m=-(-work.m // parts))
-            )
+            part = replace(work, m=max(-(-work.m // parts), 1))
             gap, later = self.hardware.flag_wait, self.gemms.time(part, task.cached or in_l2(work))
             part_time = self.gemms.time(part, task.cached)
         else:
@@ -551,15 +549,21 @@ class Simulation:
         collectives: dict[int, str] = {}  # by rank: the collective under way
         idle: dict[int, float] = {}  # by rank: the share of the SMs that computations leave idle
         queues: dict[tuple[int, bool], list[Activity]] = {}
+        multiplying: set[int] = set()  # ranks with a matmul under way
+        moving: dict[int, int] = {}  # by rank: the number of computations under way that memory bounds
         for a in self.active:
             if isinstance(a.task.work, CostTransfer):
                 collectives |= {task.rank: a.task.work.collective for task in a.tasks}
+            elif isinstance(a.task.work, Gemm) and not a.task.blocks:
+                multiplying.add(a.task.rank)
+            elif isinstance(a.task.work, Traffic) and not a.task.blocks:
+                moving[a.task.rank] = moving.get(a.task.rank, 0) + 1
         for a in self.active:
             a.rate = 1.0
             if isinstance(a.task.work, Gemm | Traffic) and not a.task.blocks:
                 left, width = idle.get(a.task.rank, 1.0), self.costs.width(a.task)
-                if isinstance(a.task.work, Traffic) and left < 1.0:
-                    a.rate = self.costs.hardware.during_matmul
+                if isinstance(a.task.work, Traffic) and a.task.rank in multiplying and left < 1.0:
+                    a.rate = self.costs.hardware.during_matmul / moving[a.task.rank]
                 else:
                     share = self.costs.share(a.task, left)
                     idle[a.task.rank] = left - share

@@ -434,8 +434,8 @@ class Matmul(Contraction):
     rank. The kernel computes block `first` first, then the following blocks, and sets the flag of each block to the
     epoch once the block has been written. With both `ready` and `done`, `from` names a block of `ready`.
 
-    In a host program `plus %c` adds the product to the contents of `%c`, which is also the result. It rounds once, but
-    cuBLAS rounds the product before it adds. `plus` cannot be combined with `ready`.
+    In a host program `plus %c` adds the product to the contents of `%c`, which is also the result. Triton rounds once.
+    cuBLAS rounds the product, adds, and rounds again. `plus` cannot be combined with `ready`.
 
     Example: %c: bf16[4, 8, 16, 32] = matmul %a: bf16[4, 8, 16, 64], %b: bf16[64, 32]
     """

@@ -52,10 +52,10 @@ IN_ORDER = 16
 
 
 def matmul(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, addend: torch.Tensor | None = None) -> None:
-    """`out[..., N] = a[..., K] @ b[K, N] + addend[..., N]`, rounded once, with sums in f32.
+    """`out[..., N] = a[..., K] @ b[K, N] + addend[..., N]`, with sums in f32.
 
-    On CUDA, cuBLAS rounds the product before it adds an addend with the shape of `out`.
-    The addend is a vector `[N]`, or it has the shape of `out`. It may be `out` itself.
+    The addend is a vector `[N]`, or it has the shape of `out`. It may be `out` itself. The result is rounded once. But
+    before cuBLAS adds an addend with the shape of `out`, it rounds the product, too.
 
     Sums in f32 matter most if the size of a row is not a multiple of 16 bytes. For such rows cuBLAS chooses other
     kernels, and it may choose one kernel for a slice of the rows and another for all rows. With 16-bit sums, some of

@@ -166,6 +166,7 @@ def _grouped_matmul_kernel(
                 awaited = Awaited(flags, timeouts, epoch, first, blocks, each * rows)
                 for behind in range(known, needed + 1):
                     row_there = (first + behind) % blocks * each * rows
+                    polls = tl.maximum(polls, 1)  # after a timeout, each later flag is polled once
                     known, polls = wait_for_rows(awaited, polls, row_there, row_there + 1, OWN, FLAGS, False)
         sources_here = (turns + first_source) % sources
         begin, count = rows_of(offsets, offsets_source, offsets_step, sources_here, group + 1, groups, rows)
@@ -249,7 +250,7 @@ def grouped_matmul(
     if ready is not None and (not out.numel() or sources % len(ready.flags) or len(own) > 1 or len(lead) > 1):
         raise ValueError(f"{len(ready.flags)} flags for {sources} sources of {x.shape[-2]} rows")
     rows, columns = out.shape[-2:]
-    tile = _tile(sources * rows // groups, x.element_size())
+    tile = _tile(sources * rows // max(groups, 1), x.element_size())
     device = check_device(out=out, x=x, w=w, offsets=offsets, index=index, own_rows=own_rows)
     sms = limits(device).sms - (0 if ready is None else ready.reserved_sms)
     most = (-(-sources * rows // tile["BM"]) + groups + 2) * -(-columns // tile["BN"])

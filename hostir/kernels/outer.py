@@ -111,7 +111,7 @@ def grouped_outer(
             *(x, y, offsets, addend, out, len(x), x.shape[1], K, N, *x.stride(), *y.stride(), *offsets.stride()),
             *((0, 0, 0) if addend is None else addend.stride()),
             *out.stride(),
-            SOURCES=min(triton.next_power_of_2(len(x)), MAX_SOURCES),
+            SOURCES=min(triton.next_power_of_2(max(len(x), 1)), MAX_SOURCES),
             EVEN=K % tile["BM"] == 0 and N % tile["BN"] == 0,
             **tile,
         )

@@ -20,9 +20,10 @@ CHAMPION, CHALLENGER = Candidate("ring", 1, "triton"), Candidate("push", 1, "tri
         ((18.0, 20.0), (60.0, 30.0), True),
         ((15.0, 20.0), (35.0, 29.0), False),  # 25 and 24.5: nearly equal, and the device decides
         ((20.0, 15.0), (29.0, 36.0), True),  # 24.5 and 25.5
+        ((20.0, 19.4), (30.0, 32.85), False),  # 25 and 26.1: the device does not outweigh the cost
     ],
 )
-def test_the_cost_decides_and_if_costs_are_nearly_equal_the_device(
+def test_the_cost_decides_and_if_costs_are_nearly_equal_the_device_counts_once_more(
     device: tuple[float, float], host: tuple[float, float], wins: bool
 ) -> None:
     trial = object.__new__(Trial)

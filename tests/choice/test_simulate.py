@@ -21,6 +21,7 @@ from hostir.choice.simulation import EAGER, GRAPH, Costs, HostCosts, Simulation,
 from hostir.ir.source import HostIRError
 from hostir.kernels.matmul.estimate import block_ends, choose, duration
 from hostir.kernels.matmul.tiles import MIN_OWN_ROWS, Gemm, candidates
+from hostir.torch.ops.grouped import _gather_fusion
 from tests.choice.fusions import scattered_rows
 from tests.counting import calls_of
 
@@ -168,6 +169,14 @@ def test_a_copy_within_the_gpu_uses_sms_and_no_link() -> None:
     assert alone(f"{buffers}{MATMUL}\n{near}") <= alone(f"{buffers}{MATMUL}")
     many = "\n".join([near] * 20)  # they take longer than the matmul, beside which they are slower
     assert alone(f"{buffers}{MATMUL}\n{many}") > alone(f"{buffers}{many}") + 5
+
+
+def test_kernels_that_memory_bounds_share_its_rate() -> None:
+    one = "  put %a -> %x at %r over didx"
+    buffers = "  %r = rank of %a over didx\n  %x: bf16[2@didx, 1024, 4096] = allocate_symmetric\n"
+    two = f"{buffers}{one}\n  set_stream 0\n{one}\n  set_stream %user"
+    in_turn = alone(f"{buffers}{one}\n{one}")
+    assert alone(two) == pytest.approx(in_turn - H200.small_kernel)  # the kernel that ends the call runs beside them
 
 
 def test_a_barrier_waits_for_the_slowest_rank() -> None:
@@ -515,6 +524,13 @@ def test_a_grouped_matmul_reads_all_matrices_and_its_tiles_hold_rows_of_one_grou
     assert of_experts(128, 8320) > 1.2 * of_experts(64, 8320)  # more groups have more partly empty tiles
     many = of_experts(8, 16384, sources=1)
     assert many == pytest.approx(of_experts(1, 16384, sources=1), rel=0.1)
+
+
+@pytest.mark.parametrize("kernels", ["aten", "cublas", "triton"])
+def test_more_ranks_than_experts_can_be_estimated(kernels: str) -> None:
+    fusion = _gather_fusion(8, "bf16", 2, 1024, (1792,))
+    for strategy in ("ring", "fused", "push"):
+        assert estimates(hi.lower(fusion, strategy), {"M": 2048, "S": 4096}, H200, kernels)[GRAPH] > 0
 
 
 @pytest.mark.parametrize(("experts", "fastest"), [(4, "fused"), (256, "sequential")])

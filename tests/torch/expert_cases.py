@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 
 import pytest
@@ -282,6 +283,18 @@ def experts_train_on_a_mesh_of_data_parallel_and_tensor_parallel_ranks() -> None
         for parameter, other in zip(layer.parameters(), whole, strict=True):
             assert_near(parameter.grad.full_tensor() * 2, other.grad)  # fully_shard averages over dp
             parameter.grad = other.grad = None
+
+
+@case
+def gates_have_gradients_for_the_inputs_that_want_them() -> None:
+    for wants in itertools.product((False, True), repeat=3):
+        tensors = [torch.randn(3, 5).double(), torch.randn(3, 5).double(), torch.rand(3).double()]
+        for t, wanted in zip(tensors, wants, strict=True):
+            t.requires_grad_(wanted)
+        if any(wants):
+            assert torch.autograd.gradcheck(torch.ops.hostir.gate, tensors)
+    with pytest.raises(ValueError, match="weights of"):
+        torch.ops.hostir.gate(torch.rand(4, 6), torch.rand(4, 6), torch.rand(4, 1))
 
 
 @case

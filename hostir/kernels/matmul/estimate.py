@@ -127,13 +127,15 @@ def _work(tile: Tile, gemm: Gemm, sms: int, rates: Rates, arrivals: Sequence[flo
 def share_apart(blocks: int, block: int, flops: float, dtype: str) -> float:
     """Return the share of a grouped matmul's groups that it computes block by block, while the rows arrive.
 
+    The first block is there at the start, and copy engines copy the others.
+
     Args:
         blocks: the number of blocks.
         block: the bytes of a block of rows.
         flops: the floating point operations of the matmul.
         dtype: the dtype of the operands, as in `Gemm`.
     """
-    arriving, computing = blocks * (FIRST + block / LINK / 1e3), flops / PEAK[dtype] / 1e6
+    arriving, computing = FIRST + (blocks - 1) * (_PAUSE + block / LINK / 1e3), flops / PEAK[dtype] / 1e6
     return min(arriving / computing, 1.0) if computing else 1.0
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,7 +23,8 @@ def gate(g: Tensor, u: Tensor, weights: Tensor) -> Tensor:
     """
     if THREAD.tracing:
         return torch.empty_like(g, memory_format=torch.contiguous_format)
-    if g.is_cuda:
+    _check(g, u, weights)
+    if g.is_cuda and _has_triton():
         from hostir.kernels import gated  # loads Triton: only where it is used
 
         if gated.takes(g, u, weights):
@@ -36,7 +39,8 @@ def gate_gradients(dy: Tensor, g: Tensor, u: Tensor, weights: Tensor) -> tuple[T
     if THREAD.tracing:
         d_g, d_u, d_weights = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (g, u, weights))
         return d_g, d_u, d_weights
-    if g.is_cuda:
+    _check(g, u, weights, dy)
+    if g.is_cuda and _has_triton():
         from hostir.kernels import gated
 
         if gated.takes(dy, g, u, weights):
@@ -47,6 +51,17 @@ def gate_gradients(dy: Tensor, g: Tensor, u: Tensor, weights: Tensor) -> tuple[T
     d_g = d * weight * up * share * (1 + before * (1 - share))
     d_u, d_weights = d * weight * before * share, (d * before * share * up).sum(-1)
     return d_g.to(g.dtype).contiguous(), d_u.to(u.dtype).contiguous(), d_weights.to(weights.dtype).contiguous()
+
+
+def _check(g: Tensor, u: Tensor, weights: Tensor, dy: Tensor | None = None) -> None:
+    shapes = [tuple(t.shape) for t in (g, u, g if dy is None else dy)]
+    if len({*shapes}) > 1 or weights.shape != g.shape[:-1]:
+        raise ValueError(f"gates, rows and gradients of shapes {shapes}, and weights of {tuple(weights.shape)}")
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:

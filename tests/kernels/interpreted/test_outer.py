@@ -52,6 +52,12 @@ def test_offsets_that_do_not_fit_read_nothing_outside(offsets):
     assert not out.isnan().any()
 
 
+def test_no_sources_give_0():
+    out = torch.full((2, 8, 5), math.nan)
+    outer.grouped_outer(out, torch.empty(0, 4, 8), torch.empty(0, 4, 5), torch.zeros(0, 3, dtype=torch.int64))
+    assert not out.any()
+
+
 def test_aten_computes_f64_and_groups_without_rows_give_0():
     x, y, offsets = torch.randn(6, 8).double(), torch.randn(6, 5).double(), torch.tensor([0, 2, 6])
     out = torch.empty(2, 8, 5, dtype=torch.float64)
