@@ -54,6 +54,8 @@ ALLOWED = 1.05  # a regret that counts as large
 OTHER_TRITON = {"d3a5b2e", "af38f7b"}  # commits with another Triton matmul than the one that the cost model describes
 # Commits in which a kernel of its own ended each call.
 OTHER_END = {"d3a5b2e", "af38f7b", "226164b", "15c147f", "1fb15c2", "057973d3", "d1483788"}
+# Commits in which `low_latency` sent no blocks ahead, with its rate.
+OTHER_SENDING = {*OTHER_END, "52d9d640"}, 300.0
 Result = dict[str, Any]
 Fused = hi.Fusion | hi.Program
 
@@ -207,6 +209,8 @@ def recorded() -> Iterator[Recorded]:
             continue
         if data["environment"].get("commit") in OTHER_END:
             hardware = replace(hardware, ending=hardware.small_kernel)
+        if data["environment"].get("commit") in OTHER_SENDING[0]:
+            hardware = replace(hardware, sending=OTHER_SENDING[1])
         rows = list(rows_of(data))
         if regrets := [regret for row in rows if (regret := regret_of(row, hardware))]:
             yield Recorded(str(file.relative_to(RESULTS).with_suffix("")), hardware, rows[0]["ranks"], regrets)

@@ -332,7 +332,8 @@ class Bench:
 
         The kernels of collectives are in ranges of torch's own. They run in the order in which the plan issues them.
         """
-        plan: Any = executor.latest.plan  # type: ignore[union-attr]
+        assert executor.latest is not None
+        plan: Any = executor.latest.plan
         units = {range_name(plan.unrolled, op): (plan.unrolled.text(op), op.place.rounds) for op in plan.ops}
         on_device = [event for event in events if event.device_type().name == "CUDA"]
         ranges, by_nccl = (

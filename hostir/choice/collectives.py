@@ -16,7 +16,6 @@ KERNEL = 9.75  # microseconds of a barrier, or of another kernel of torch's that
 READ = 184.0  # GB/s at which the kernel of `one_shot` reads from peers
 MOVE = 397.0  # GB/s of `two_shot`, counting bytes as for NCCL: those that leave a rank, and half of those that it keeps
 EXCHANGE = 3.5  # microseconds of `low_latency` with few bytes
-SEND = 360.0  # GB/s at which `low_latency` sends to peers and sums
 SHORT = 20.0  # microseconds: if a sum by `low_latency` takes no longer, a matmul could hide little of it
 SMALL_COPY = 5.2  # microseconds of a copy of few bytes within the GPU
 
@@ -30,7 +29,7 @@ def implemented(transfer: CostTransfer, hardware: Hardware) -> float | None:
     size, ranks = transfer.bytes / 1e3, transfer.ranks  # kilobytes, so that a rate in GB/s gives microseconds
     copied = 0.0 if transfer.in_workspace else SMALL_COPY + 2 * size / hardware.memory
     if by == LOW_LATENCY:
-        return EXCHANGE + (ranks - 1) * size / (ranks if keyword == "reduce_scatter" else 1) / SEND
+        return EXCHANGE + (ranks - 1) * size / (ranks if keyword == "reduce_scatter" else 1) / hardware.sending
     if by == ONE_SHOT and keyword == "allreduce":
         in_kernel = max(copied - SMALL_COPY, 0.0)  # the kernel makes the copy
         return KERNEL + in_kernel + (ranks - 1) * size / READ

@@ -79,6 +79,7 @@ class Hardware:
         low_latency: the fixed time of a collective by a low-latency protocol. Such a protocol has a third of the rate.
         rates: the rate of each collective, counting the bytes that leave a rank and half of the bytes that it keeps.
         during_computation: the share of the rate of each collective that is left while a computation runs.
+        sending: the rate at which hostir's kernel `low_latency` sends to peers and sums.
         copy: the fixed time of a copy by a copy engine.
         link: the rate of copies to a peer.
         crowded: the share of `link` that is left while copies with several peers overlap.
@@ -135,6 +136,7 @@ class Hardware:
     poll_started: float
     launch: Mapping[str, float] = field(default_factory=dict)
     host_lead: float = 0.0
+    sending: float = 360.0
     during_matmul: float = 0.5
     ending: float = 2.0
     begin: float = 0.0

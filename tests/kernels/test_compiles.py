@@ -587,6 +587,7 @@ def test_a_grouped_matmul_of_16_bits_uses_tensor_cores_asynchronously_and_its_lo
     assert "wgmma.mma_async" in kernel.asm["ptx"]
     assert "cp.async.cg.shared.global" in kernel.asm["ptx"]
     assert kernel.metadata.shared <= SHARED_MEMORY
+    assert kernel.metadata.spilled <= 640  # bytes, where a program makes its table or finds the rows of a tile
     code = kernel.asm["sass"]
     assert not re.findall(r"\b(?:LDL|STL)\b", code[code.index("HGMMA") : code.rindex("HGMMA")])
 
