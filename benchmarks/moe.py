@@ -433,7 +433,10 @@ def compiled(compute: Callable[..., Any], device: torch.device) -> Callable[...,
     def refuse(*_: Any) -> Any:
         raise NotPossibleError("torch.compile is measured on GPUs only")
 
-    return torch.compile(lambda *operands: compute(*operands), dynamic=False) if device.type == "cuda" else refuse
+    if device.type != "cuda":
+        return refuse
+    torch._dynamo.reset()  # with the code of many rows, it would compile no more, and run this row's eagerly
+    return torch.compile(lambda *operands: compute(*operands), dynamic=False)
 
 
 class Gathered(Mixture):

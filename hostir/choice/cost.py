@@ -18,7 +18,7 @@ from hostir.ir.machine import Done, Ready, uncollected
 from hostir.ir.program import Program
 from hostir.ir.types import FP8
 from hostir.kernels.matmul.estimate import IN_L2, right_bytes
-from hostir.kernels.matmul.tiles import MIN_OWN_ROWS, Gemm
+from hostir.kernels.matmul.tiles import MIN_OWN_ROWS, Gemm, collecting_pays, grouped_tile
 from hostir.machines.normed import NormedSum
 from hostir.machines.pushes import PushedProduct, Pushes
 from hostir.plan.endings import ENDING, CallEnding
@@ -268,9 +268,13 @@ class Registers:
         count, batches = prod(layouts[other].shape[:-2]), prod(out[:-2])
         if op.computation == "batched_matmul":
             return Gemm(out[-2], out[-1], k, dtype, batches=batches, matrices=count)
-        mean = max(-(-batches * out[-2] // count), 1)  # tiles span the sources of a group
-        block = None if op.ready is None else max(mean * count // op.ready.results, 1)
-        return Gemm(mean, out[-1], k, dtype, batches=count, block=block, matrices=count, grouped=True)
+        rows = batches * out[-2]
+        height = grouped_tile(rows // count, self.unrolled.dtypes[layouts[x].buffer].bytes).m
+        collects = any(index != NONE for index in op.operands[3:]) or op.ready is not None
+        collects = collects or collecting_pays(batches, count, rows, out[-1], height)
+        groups = count if collects else count * batches  # tiles span the sources of a group if its rows are collected
+        mean = max(-(-rows // groups), 1)
+        return Gemm(mean, out[-1], k, dtype, batches=groups, matrices=count, grouped=True, collects=collects)
 
     def gemm(self, op: ComputeOp, local_rows: int) -> Gemm:
         """Return the matmul of an operation in the form that the cost model uses.

@@ -33,7 +33,7 @@ from hostir.choice.cost import (
     Traffic,
 )
 from hostir.choice.hardware import Hardware, Kernels
-from hostir.kernels.matmul.estimate import Rates, block_ends, choose, duration, in_l2
+from hostir.kernels.matmul.estimate import Rates, block_ends, choose, collecting, duration, in_l2
 from hostir.kernels.matmul.schedule import Grid
 from hostir.kernels.matmul.tiles import Gemm, Tile, grouped_tile
 
@@ -131,7 +131,8 @@ class GemmCosts:
         `cached`: True if its right operand is in L2.
         """
         gemm = replace(gemm, block=None, separate=False, overlapped=False)
-        return self.family.start + max(self.tiles(gemm, self.fastest(gemm)), self.streaming(gemm, cached))
+        computing = max(self.tiles(gemm, self.fastest(gemm)), self.streaming(gemm, cached))
+        return self.family.start + collecting(gemm) + computing
 
     def time_on(self, gemm: Gemm, sms: int) -> float:
         """Return the microseconds of a matmul on `sms` SMs.
@@ -140,7 +141,7 @@ class GemmCosts:
         """
         tile = replace(self.fastest(gemm), split=0)  # its split was chosen for all SMs; choose it again for `sms`
         tile = tile if gemm.grouped else choose(gemm, sms, (tile,), self.family.rates)
-        return self.family.start + max(self.tiles(gemm, tile, sms), self.streaming(gemm))
+        return self.family.start + collecting(gemm) + max(self.tiles(gemm, tile, sms), self.streaming(gemm))
 
     def fastest(self, gemm: Gemm, sms: int | None = None) -> Tile:
         """Return the fastest tile for a matmul on `sms` SMs, with its best split.
@@ -183,9 +184,13 @@ class GemmCosts:
         """
         h, count = self.hardware, len(task.raises)
         start += self.family.start
+        if gemm.collects:  # each block when it has arrived, and then all tiles
+            whole = collecting(gemm)
+            start = max([start + whole, *(arrival + h.poll + whole / len(arrivals) for arrival in arrivals)])
+            arrivals = ()
         if not arrivals:
             tile, streaming = self.fastest(gemm), self.streaming(gemm)
-            flags = block_ends(tile, gemm, h.sms, self.rates_of(gemm), [start], count)
+            flags = block_ends(tile, gemm, h.sms, self.rates_of(gemm), [start], count) if count else ()
             end = start + max(self.tiles(gemm, tile), streaming)
             rows = -(-gemm.rows // tile.m)  # of tiles: each tile that a block needs streams its operands
             streamed = [-(-(i + 1) * rows // count) / rows for i in range(count)]

@@ -1,41 +1,42 @@
 """Products of rows in groups in Triton: one persistent kernel computes all groups of all sources.
 
 The kernel reads the offsets of the groups itself, so the host does not wait for them. The rows of a group are the rows
-of all its sources, one source after another. A tile has rows of one group, and may have rows of several sources: with
-many sources, tiles of one source each would be partly empty. The rows that belong to no group count as two more groups,
-before the first group and after the last one. Their tiles store 0.
+of all its sources, one source after another. The rows that belong to no group count as two more groups, before the
+first group and after the last one. Their tiles store 0.
 
-Every program makes the same table of tiles. If all rows are there, the tiles of a group come one after another, so that
-all find the matrix of the group in L2. If the rows of sources arrive while the kernel runs, the first groups are
-computed source by source: each source has the tiles that need it, but no source that comes later. These groups are as
-many as can be computed while rows arrive, because their matrices are read once for each source. The other groups follow
-when all rows are there. A program waits for the flag of a source before the first of its tiles that needs it (see
-`hostir.kernels.flags.ready`).
-
-With an index, a tile loads the rows that the index names. So nothing has to wait until rows have been permuted.
+Another kernel first collects the rows, so that the rows of each group lie one after another. Then TMA can load them,
+and no tile is partly empty because its source has few rows. On an H100, a matmul that gathered its rows itself, by
+pointers, took 1.4 times as long as both kernels together. If rows arrive while the kernels run, or if an index orders
+them, the first kernel does this work: it waits for the flag of a source before it reads the source's rows (see
+`hostir.kernels.flags.ready`), and reads the rows that the index names. Other rows are not collected if the groups have
+so many rows in each source that few tiles are partly empty.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from math import ceil
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hostir.kernels import aten
 from hostir.kernels.devices import INTERPRETED, check_device, launch, launching, limits
-from hostir.kernels.flags.ready import Awaited, ReadyFlags, wait_for_rows
-from hostir.kernels.layout import collapse
+from hostir.kernels.flags.ready import Awaited, ReadyFlags, ready_layout, wait_for_rows
+from hostir.kernels.layout import collapse, descriptor_strides, launch_layout
+from hostir.kernels.layout import rows as flat_rows
 from hostir.kernels.matmul.conversions import from_float32, to_float32
-from hostir.kernels.matmul.estimate import share_apart
-from hostir.kernels.matmul.operands import DTYPES
-from hostir.kernels.matmul.tiles import grouped_tile
+from hostir.kernels.matmul.operands import DTYPES, Described
+from hostir.kernels.matmul.tiles import collecting_pays, grouped_tile
 
 MAX_SOURCES = 64  # of one launch: for each row, a tile looks for the source among all
 MAX_INTERVALS = 4096  # of sources and groups in the table of one launch
+
+# A unit of the kernel that collects rows, and its options.
+_COLLECTING = {"ROWS": 8, "WIDTH": 16} if INTERPRETED else {"ROWS": 32, "WIDTH": 512, "num_warps": 16}
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
@@ -57,38 +58,6 @@ def rows_of(offsets, source_step, step, source, group, groups, rows):
 
 
 @triton.jit
-def _table(
-    offsets,
-    steps,
-    first,
-    sizes,
-    BM: tl.constexpr,
-    BY_SOURCE: tl.constexpr,
-    SOURCES: tl.constexpr,
-    GROUPS: tl.constexpr,
-):
-    """Return the number of tiles of one column up to the end of each interval of tiles.
-
-    If BY_SOURCE, interval `i * GROUPS + group` has the tiles whose last row is of the i-th source from source `first`
-    on. But after group `apart`, the last source has all tiles. Without BY_SOURCE, interval `group` has all tiles of a
-    group.
-    """
-    source_step, step = steps
-    sources, groups, apart, rows = sizes
-    turn, group = tl.arange(0, SOURCES)[:, None], tl.arange(0, GROUPS)[None, :]
-    _, count = rows_of(offsets, source_step, step, (turn + first) % sources, group, groups, rows)
-    count = tl.where((turn < sources) & (group < groups + 2), count, 0)
-    if BY_SOURCE:
-        upto = tl.cumsum(count, 0)
-        by_turn = group <= apart
-        ends = tl.where(turn < sources - 1, tl.where(by_turn, upto // BM, 0), tl.cdiv(upto, BM))
-        tiles = tl.where(turn < sources, ends - tl.where(by_turn, (upto - count) // BM, 0), 0)
-        return tl.cumsum(tl.reshape(tiles, [SOURCES * GROUPS]), 0)
-    else:
-        return tl.cumsum(tl.cdiv(tl.sum(count, 0), BM), 0)
-
-
-@triton.jit
 def dot(x, y, acc):
     """Return `x @ y + acc`, in f32 without rounding of f32 operands."""
     if _INTERPRETED:
@@ -97,14 +66,43 @@ def dot(x, y, acc):
         return tl.dot(x, y, acc, input_precision="ieee")
 
 
-@triton.jit(do_not_specialize=["sources", "groups", "apart", "rows", "tokens", "epoch", "first", "blocks", "polls"])
-def _grouped_matmul_kernel(
+class Groups(NamedTuple):
+    """The groups of a grouped matmul: offsets and their strides, and sizes.
+
+    Fields:
+        sources, first: the number of sources, and the source whose rows come first in each group.
+        count: the number of groups.
+        rows: the number of rows of a source.
+    """
+
+    offsets: Any
+    source_step: Any
+    step: Any
+    sources: Any
+    first: Any
+    count: Any
+    rows: Any
+
+
+@triton.jit
+def _rows_by_source(groups, turns, group):
+    """Return the first row and the number of rows of groups in sources, which are counted from source `first` on."""
+    source = (turns + groups.first) % groups.sources
+    begin, count = rows_of(groups.offsets, groups.source_step, groups.step, source, group, groups.count, groups.rows)
+    return begin, tl.where((turns < groups.sources) & (group < groups.count + 2), count, 0)
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("epoch", "first", "blocks", "polls", "sources", "groups", "rows", "tokens", "capacity"),
+    ]
+)
+def _collect_rows_kernel(
     x,
-    w,
     offsets,
     index,  # of the rows, with INDEX; as `offsets`, with strides between sources and between rows
-    out,
     own_rows,  # the rows of block `first`, with OWN; their columns have the stride of the columns of x
+    out,
     flags,  # flags to polls are set with READY only: fields of ReadyFlags; blocks is the number of flags
     timeouts,
     epoch,
@@ -113,102 +111,172 @@ def _grouped_matmul_kernel(
     polls,
     sources,
     groups,
-    apart,  # with READY: the number of groups at the beginning that are computed source by source
     rows,
     tokens,  # the number of rows of a source of x, from which an index chooses
-    N,
+    capacity,  # the number of rows of `out`
     K,
     x_source,
     x_row,
     x_column,
-    w_group,
-    w_row,
-    w_column,
     offsets_source,
     offsets_step,
     index_source,
     index_step,
-    out_source,
-    out_row,
-    out_column,
     own_source,
     own_row,
+    out_row,
     SOURCES: tl.constexpr,  # sources, and groups + 2, rounded up to powers of 2
     GROUPS: tl.constexpr,
     BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    EVEN: tl.constexpr,  # True if K is a multiple of BK
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
     READY: tl.constexpr,
     OWN: tl.constexpr,
     INDEX: tl.constexpr,
     FLAGS: tl.constexpr,
 ):
-    """Compute this program's tiles. Tiles go down the rows of an interval, then right, so that matrices stay in L2."""
-    each, first_source = 1, 0  # the sources of a block, and the first source to compute
-    known = 0  # with READY: the number of blocks, counted from block `first`, that this program has seen ready
+    """Copy the rows of all groups to `out`, in the order of the groups. Each group begins at a multiple of BM.
+
+    A unit of work is ROWS rows of a source and WIDTH columns. The units of block `first` come first.
+    """
+    each, first_source = 1, 0  # the sources of a block, and the first source
     if READY:
         each = sources // blocks
         first_source = first * each
-    steps, sizes = (offsets_source, offsets_step), (sources, groups, apart, rows)
-    ends = _table(offsets, steps, first_source, sizes, BM, READY, SOURCES, GROUPS)
-    turns, width = tl.arange(0, SOURCES), tl.cdiv(N, BN)
-    for tile in range(tl.program_id(0), tl.max(ends, 0) * width, tl.num_programs(0)):
-        before = ends * width <= tile
-        interval, begin_here = tl.sum(before.to(tl.int32), 0), tl.max(tl.where(before, ends, 0), 0)
-        height = tl.min(tl.where(before, 1 << 30, ends), 0) - begin_here
-        within = tile - begin_here * width
-        group = interval % GROUPS - 1
-        terms = tl.where((group >= 0) & (group < groups) & (tokens > 0), K, 0)
+    of = Groups(offsets, offsets_source, offsets_step, sources, first_source, groups, rows)
+    turns, group = tl.arange(0, SOURCES)[:, None], tl.arange(0, GROUPS)[None, :]
+    begin, count = _rows_by_source(of, turns, group)
+    count = tl.where((group > 0) & (group <= groups), count, 0)  # rows of no group are not read
+    tiles = tl.cdiv(tl.sum(count, 0), BM)
+    place = (tl.cumsum(tiles, 0) - tiles)[None, :] * BM + tl.cumsum(count, 0) - count  # of the first row of a source
+    known = 0  # with READY: the number of blocks, counted from block `first`, that this program has seen ready
+    width, height = tl.cdiv(K, WIDTH), tl.cdiv(rows, ROWS)
+    for unit in range(tl.program_id(0), sources * height * width, tl.num_programs(0)):
+        turn = unit // (height * width)
         if READY:
-            needed = interval // GROUPS // each
-            if (needed >= known) & (terms > 0):
+            if turn // each >= known:
                 awaited = Awaited(flags, timeouts, epoch, first, blocks, each * rows)
-                for behind in range(known, needed + 1):
-                    row_there = (first + behind) % blocks * each * rows
+                for behind in range(known, turn // each + 1):
+                    there = (first + behind) % blocks * each * rows
                     polls = tl.maximum(polls, 1)  # after a timeout, each later flag is polled once
-                    known, polls = wait_for_rows(awaited, polls, row_there, row_there + 1, OWN, FLAGS, False)
-        sources_here = (turns + first_source) % sources
-        begin, count = rows_of(offsets, offsets_source, offsets_step, sources_here, group + 1, groups, rows)
-        count = tl.where(turns < sources, count, 0)
-        upto = tl.cumsum(count, 0)
-        earlier = 0  # the tiles of the group that need no source as late as this interval's
-        if READY:
-            rows_before = tl.sum(tl.where(turns == interval // GROUPS, upto - count, 0), 0)
-            earlier = tl.where(group < apart, rows_before // BM, 0)
-        place = (earlier + within % height) * BM + tl.arange(0, BM)  # in the group
-        total = tl.max(upto, 0)
-        in_rows = (place < total)[:, None]
-        place = tl.minimum(place, total - 1)  # the last row once more, where a tile has fewer rows: it is not stored
-        of_turn = (place[:, None] >= (upto - count)[None, :]) & (place[:, None] < upto[None, :])
-        turn = tl.sum(tl.where(of_turn, turns[None, :], 0), 1)
-        row = (place + tl.sum(tl.where(of_turn, (begin - upto + count)[None, :], 0), 1)).to(tl.int64)
-        source = ((turn + first_source) % sources).to(tl.int64)
-        out_rows = source * out_source + row * out_row
-        token = row
+                    known, polls = wait_for_rows(awaited, polls, there, there + 1, OWN, FLAGS, False)
+        row = unit // width % height * ROWS + tl.arange(0, ROWS)
+        first_row = tl.sum(tl.where(turns == turn, begin, 0), 0)[None, :]
+        number = tl.sum(tl.where(turns == turn, count, 0), 0)[None, :]
+        shift = tl.sum(tl.where(turns == turn, place - begin, 0), 0)[None, :]
+        in_group = (row[:, None] >= first_row) & (row[:, None] < first_row + number)
+        target = row + tl.sum(tl.where(in_group, shift, 0), 1)
+        inside = (tl.max(in_group.to(tl.int32), 1) > 0) & (target >= 0) & (target < capacity)
+        source = (turn + first_source) % sources
+        token = row.to(tl.int64)
         if INDEX:
-            token = tl.load(index + source * index_source + row * index_step).to(tl.int64)
+            at = index + source.to(tl.int64) * index_source + token * index_step
+            token = tl.load(at, mask=inside, other=0).to(tl.int64)
             token = tl.minimum(tl.maximum(token, 0), tokens - 1)
-        left = x + source * x_source + token * x_row
+        left = x + source.to(tl.int64) * x_source + token * x_row
         if OWN:
             left = tl.where(turn < each, own_rows + turn.to(tl.int64) * own_source + token * own_row, left)
-        left = left[:, None]
-        column = within // height * BN + tl.arange(0, BN)
+        k = (unit % width * WIDTH + tl.arange(0, WIDTH)).to(tl.int64)[None, :]
+        here = inside[:, None] & (k < K) & (tokens > 0)
+        value = tl.load(left[:, None] + k * x_column, mask=here)
+        tl.store(out + target.to(tl.int64)[:, None] * out_row + k, value, mask=here)
+
+
+@triton.jit(do_not_specialize=["sources", "groups", "first", "rows", "tokens", "capacity"])
+def _grouped_matmul_kernel(
+    left,  # the rows in the order of the groups: a pointer, or a descriptor with DESCRIPTORS
+    w,  # likewise
+    offsets,
+    out,
+    sources,
+    groups,
+    first,
+    rows,
+    tokens,
+    capacity,  # the number of rows of `left`; only offsets that do not fit the rows have more
+    N,
+    K,
+    left_row,
+    left_column,
+    w_group,
+    w_row,
+    w_column,
+    offsets_source,
+    offsets_step,
+    out_source,
+    out_row,
+    out_column,
+    SOURCES: tl.constexpr,  # sources, and groups + 2, rounded up to powers of 2
+    GROUPS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    W_IS_NK: tl.constexpr,  # True if the descriptor of w describes the transposed matrices
+    COLLECTED: tl.constexpr,  # True if `left` is by _collect_rows_kernel; else it has the rows of all sources
+):
+    """Compute this program's tiles. Tiles go down the rows of an interval, then right, so that matrices stay in L2.
+
+    With COLLECTED, an interval has the rows of a group. Else it has the rows of a group in one source.
+    """
+    of = Groups(offsets, offsets_source, offsets_step, sources, first, groups, rows)
+    turns, group_index, width = tl.arange(0, SOURCES), tl.arange(0, GROUPS), tl.cdiv(N, BN)
+    _, counts = _rows_by_source(of, turns[None, :], group_index[:, None])
+    if COLLECTED:
+        tiles = tl.cdiv(tl.sum(counts, 1), BM)
+    else:
+        tiles = tl.reshape(tl.cdiv(counts, BM), [GROUPS * SOURCES])
+    ends = tl.cumsum(tiles, 0)
+    # Rows before the first group are not collected.
+    not_collected = tl.cdiv(tl.sum(tl.where(group_index[:, None] == 0, counts, 0)), BM)
+    for tile in range(tl.program_id(0), tl.max(ends, 0) * width, tl.num_programs(0)):
+        before = ends * width <= tile
+        interval, above = tl.sum(before.to(tl.int32), 0), tl.max(tl.where(before, ends, 0), 0)
+        height = tl.min(tl.where(before, 1 << 30, ends), 0) - above
+        within = tile - above * width
+        place = within % height * BM + tl.arange(0, BM)  # in the interval
+        if COLLECTED:
+            group = interval
+            begin, count = _rows_by_source(of, turns, group)
+            upto = tl.cumsum(count, 0)
+            number = tl.max(upto, 0)
+            inside = place < number
+            place = tl.minimum(place, number - 1)  # the last row once more, where a tile has fewer rows
+            of_turn = (place[:, None] >= (upto - count)[None, :]) & (place[:, None] < upto[None, :])
+            turn = tl.sum(tl.where(of_turn, turns[None, :], 0), 1)
+            row = place + tl.sum(tl.where(of_turn, (begin - upto + count)[None, :], 0), 1)
+            source = ((turn + first) % sources).to(tl.int64)
+            top = (above - not_collected + within % height) * BM
+        else:
+            group = interval // SOURCES
+            begin, number = _rows_by_source(of, interval % SOURCES, group)
+            inside = place < number
+            row = begin + tl.minimum(place, number - 1)
+            source = ((interval % SOURCES + first) % sources).to(tl.int64)
+            top = source.to(tl.int32) * rows + begin + within % height * BM
+        is_computed = (group > 0) & (group <= groups) & (tokens > 0) & (top < capacity)
+        matrix = tl.minimum(tl.maximum(group - 1, 0), groups - 1)
+        first_column = within // height * BN
+        column = first_column + tl.arange(0, BN)
         in_columns, column = (column < N)[None, :], column.to(tl.int64)[None, :]
         acc = tl.zeros((BM, BN), dtype=tl.float32)
-        right = w + group.to(tl.int64) * w_group + column * w_column
-        for start in range(0, terms, BK):
-            k = start + tl.arange(0, BK)
-            far = k.to(tl.int64)
-            if EVEN:
-                a = tl.load(left + far[None, :] * x_column)
-                b = tl.load(right + far[:, None] * w_row, mask=in_columns, other=0.0)
+        for start in range(0, tl.where(is_computed, K, 0), BK):
+            if DESCRIPTORS:
+                a = left.load([top, start])
+                if W_IS_NK:
+                    b = tl.reshape(w.load([matrix, first_column, start]), (BN, BK)).T
+                else:
+                    b = tl.reshape(w.load([matrix, start, first_column]), (BK, BN))
             else:
-                a = tl.load(left + far[None, :] * x_column, mask=(k < K)[None, :], other=0.0)
-                b = tl.load(right + far[:, None] * w_row, mask=in_columns & (k < K)[:, None], other=0.0)
+                k = start + tl.arange(0, BK)
+                far, in_k = k.to(tl.int64), k < K
+                lines = left + (top + tl.arange(0, BM)).to(tl.int64)[:, None] * left_row
+                a = tl.load(lines + far[None, :] * left_column, mask=inside[:, None] & in_k[None, :], other=0.0)
+                columns = w + matrix.to(tl.int64) * w_group + column * w_column
+                b = tl.load(columns + far[:, None] * w_row, mask=in_columns & in_k[:, None], other=0.0)
             acc = dot(a, b, acc)
-        at = out + out_rows[:, None] + column * out_column
-        tl.store(at, from_float32(acc, out.dtype.element_ty), mask=in_rows & in_columns)
+        at = (out + source * out_source + row.to(tl.int64) * out_row)[:, None] + column * out_column
+        tl.store(at, from_float32(acc, out.dtype.element_ty), mask=inside[:, None] & in_columns)
 
 
 def grouped_matmul(
@@ -249,30 +317,145 @@ def grouped_matmul(
         raise ValueError(f"own rows with columns of stride {own_rows.stride(-1)}, and rows with {x.stride(-1)}")
     if ready is not None and (not out.numel() or sources % len(ready.flags) or len(own) > 1 or len(lead) > 1):
         raise ValueError(f"{len(ready.flags)} flags for {sources} sources of {x.shape[-2]} rows")
-    rows, columns = out.shape[-2:]
-    tile = _tile(sources * rows // max(groups, 1), x.element_size())
+    operands = (out, x, w, offsets, index, own_rows)
+    layouts = (*map(launch_layout, operands), ready_layout(ready))
+    prepared = _prepared.get(layouts)
+    if prepared is None:
+        if len(_prepared) >= _MAX_PREPARED:
+            _prepared.clear()
+        strides = _Strides(steps[0], steps[1], steps[2], steps[3], own[0][1] if own else 0)
+        prepared = _prepared[layouts] = _prepare(*operands, ready, sources, strides)
+    prepared(*operands, ready)
+
+
+class _Strides(NamedTuple):
+    """The strides between sources of the operands with these names. `numbers` is the index, or else the offsets."""
+
+    x: int
+    out: int
+    offsets: int
+    numbers: int
+    own_rows: int
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """The launches of a grouped matmul for operands of one layout.
+
+    Fields:
+        collected: the number of rows to collect, and their distance in elements; None to read `x` itself.
+        collecting, computing: arguments of the two kernels: the programs, the numbers that follow the tensors, and the
+            constants with Triton's options.
+        described: the layouts of the rows and of the matrices for TMA, with the shapes of tiles; None for pointers.
+    """
+
+    device: torch.device
+    collected: tuple[int, int] | None
+    collecting: tuple[int, Sequence[int], Mapping[str, Any]] | None
+    computing: tuple[int, Sequence[int], Mapping[str, Any]]
+    described: tuple[tuple[Described, tuple[int, ...]], ...] | None
+
+    def __call__(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        offsets: torch.Tensor,
+        index: torch.Tensor | None,
+        own_rows: torch.Tensor | None,
+        ready: ReadyFlags | None,
+    ) -> None:
+        """Launch the kernels on the current stream."""
+        with launching(self.device):
+            left = x
+            if self.collected is not None and self.collecting is not None:
+                left = x.new_empty(self.collected)
+                waits: tuple[Any, ...] = (None, None, 0, 0, 1, 0)
+                if ready is not None:
+                    waits = (ready.flags, ready.timeouts, ready.epoch, ready.first, len(ready.flags), ready.polls)
+                programs, numbers, options = self.collecting
+                launch(_collect_rows_kernel, programs, x, offsets, index, own_rows, left, *waits, *numbers, **options)
+            matrices: tuple[Any, ...] = (left, w)
+            if self.described is not None:
+                pairs = zip((left, w), self.described, strict=True)
+                matrices = tuple(TensorDescriptor(t, d.shape, d.strides, [*block]) for t, (d, block) in pairs)
+            programs, numbers, options = self.computing
+            launch(_grouped_matmul_kernel, programs, *matrices, offsets, out, *numbers, **options)
+
+
+_MAX_PREPARED = 1024
+_prepared: dict[tuple[object, ...], _Prepared] = {}  # by the layouts of the operands
+
+
+def _prepare(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    offsets: torch.Tensor,
+    index: torch.Tensor | None,
+    own_rows: torch.Tensor | None,
+    ready: ReadyFlags | None,
+    sources: int,
+    strides: _Strides,
+) -> _Prepared:
     device = check_device(out=out, x=x, w=w, offsets=offsets, index=index, own_rows=own_rows)
-    sms = limits(device).sms - (0 if ready is None else ready.reserved_sms)
-    most = (-(-sources * rows // tile["BM"]) + groups + 2) * -(-columns // tile["BN"])
-    waits: tuple[Any, ...] = (None, None, 0, 0, 1, 0)
-    if ready is not None:
-        waits = (ready.flags, ready.timeouts, ready.epoch, ready.first, len(ready.flags), ready.polls)
-    with launching(device):
-        launch(
-            *(_grouped_matmul_kernel, max(min(most, sms), 1), x, w, offsets, index, out, own_rows, *waits),
-            *(sources, groups, _apart(out, x, w, ready), rows, x.shape[-2], columns, x.shape[-1]),
-            *(steps[0], *x.stride()[-2:], *w.stride()),
-            *(steps[2], offsets.stride(-1), steps[3], by_source.stride(-1), steps[1], *out.stride()[-2:]),
-            *(own[0][1] if own else 0, 0 if own_rows is None else own_rows.stride(-2)),
-            SOURCES=triton.next_power_of_2(sources),
-            GROUPS=triton.next_power_of_2(groups + 2),
-            EVEN=x.shape[-1] % tile["BK"] == 0,
-            READY=ready is not None,
-            OWN=own_rows is not None,
-            INDEX=index is not None,
-            FLAGS=1 if ready is None else triton.next_power_of_2(len(ready.flags)),
-            **tile,
+    groups, rows, columns, tokens, K = len(w), *out.shape[-2:], *x.shape[-2:]
+    tile = _tile(sources * rows // max(groups, 1), x.element_size())
+    sizes = {"SOURCES": triton.next_power_of_2(sources), "GROUPS": triton.next_power_of_2(groups + 2)}
+    sms = limits(device).sms
+    flat = None if index is not None or ready is not None else flat_rows(x)
+    if flat is not None and collecting_pays(sources, groups, sources * rows, columns, tile["BM"]):
+        flat = None
+    tiles = -(-sources * rows // tile["BM"]) + (groups if flat is None else sources * (groups + 2))
+    collected, collecting, first = None, None, 0
+    left_shape, left_strides = [sources * rows, K], [0 if flat is None else flat.stride(0), x.stride(-1)]
+    if flat is None:
+        collected = tiles * tile["BM"], -(-K // tile["BK"]) * tile["BK"]  # aligned for TMA
+        left_shape, left_strides = [collected[0], K], [collected[1], 1]
+        blocks = 1 if ready is None else len(ready.flags)
+        first = 0 if ready is None else ready.first * (sources // blocks)
+        numbers = (
+            *(sources, groups, rows, tokens, collected[0], K, strides.x, *x.stride()[-2:]),
+            *(strides.offsets, offsets.stride(-1), strides.numbers, (offsets if index is None else index).stride(-1)),
+            *(strides.own_rows, 0 if own_rows is None else own_rows.stride(-2), collected[1]),
         )
+        options = {
+            **{"READY": ready is not None, "OWN": own_rows is not None, "INDEX": index is not None},
+            **{"FLAGS": triton.next_power_of_2(blocks), **sizes, **_COLLECTING, "BM": tile["BM"]},
+        }
+        collecting = sms - (0 if ready is None else ready.reserved_sms), numbers, options
+    described = _described(x, left_shape, left_strides, w, tile) if limits(device).tma else None
+    computing = (
+        max(min((tiles + 2) * -(-columns // tile["BN"]), sms), 1),
+        (
+            *(sources, groups, first, rows, tokens, left_shape[0], columns, K, *left_strides, *w.stride()),
+            *(strides.offsets, offsets.stride(-1), strides.out, *out.stride()[-2:]),
+        ),
+        {
+            **{"DESCRIPTORS": described is not None, "W_IS_NK": described is not None and described[1][0].transposed},
+            **{"COLLECTED": flat is None, **sizes, **tile},
+        },
+    )
+    return _Prepared(device, collected, collecting, computing, described)
+
+
+def _described(
+    x: torch.Tensor, shape: Sequence[int], strides: Sequence[int], w: torch.Tensor, tile: Mapping[str, int]
+) -> tuple[tuple[Described, tuple[int, ...]], ...] | None:
+    """Return the layouts of the rows and the matrices for TMA, and the shapes of tiles; None if TMA cannot load them."""
+    transposed = w.stride(-1) != 1
+    seen = w.mT if transposed else w
+    of_w = (1, tile["BN"], tile["BK"]) if transposed else (1, tile["BK"], tile["BN"])
+    described = []
+    for t, size, steps, block in (
+        (x, shape, strides, (tile["BM"], tile["BK"])),
+        (seen, seen.shape, seen.stride(), of_w),
+    ):
+        legal = "it holds nothing" if 0 in size else descriptor_strides(t, size, steps)
+        if isinstance(legal, str):
+            return None
+        described.append((Described(list(size), legal, transposed and t is seen), block))
+    return tuple(described)
 
 
 def grouped_matmul_by_blocks(
@@ -311,15 +494,6 @@ def grouped_matmul_by_blocks(
             grouped_matmul(result[part], flat[part], w, begins[part], of_part, ready=one, own_rows=own)
     if dense is not out:
         out.copy_(dense)
-
-
-def _apart(out: torch.Tensor, x: torch.Tensor, w: torch.Tensor, ready: ReadyFlags | None) -> int:
-    """Return the number of groups that are computed source by source."""
-    if ready is None:
-        return 0
-    blocks, (groups, size, columns) = len(ready.flags), w.shape
-    block, flops = x.numel() // blocks * x.element_size(), 2.0 * out.shape[:-1].numel() * size * columns
-    return ceil(groups * share_apart(blocks, block, flops, "f32" if x.element_size() == 4 else "bf16"))
 
 
 def _in_one_launch(sources: int, groups: int) -> bool:

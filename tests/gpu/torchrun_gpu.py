@@ -284,7 +284,8 @@ def sizes_take_turns() -> bool:
     executor, free = Executor(program, kernels="triton"), list[int]()
     kept, symmetric.KEPT_BYTES = symmetric.KEPT_BYTES, SIZE * (40 << 20)
     worst = 0.0
-    for call, m in enumerate((1024, 2048, 512, 2048, 1024, 1536, 512, 1024, 2048, 512) * 2):
+    turns = (1024, 2048, 512, 2048, 1024, 1536, 512, 1024, 2048, 512)
+    for call, m in enumerate(turns * 3):
         case = Case("sizes", program, product, m=m * SIZE)
         unsharded = fresh_on_gpu(case, seed=3000 + call)
         parts = parts_of(case, unsharded)
@@ -299,10 +300,11 @@ def sizes_take_turns() -> bool:
         torch.cuda.empty_cache()
         free.append(free_bytes())
     symmetric.KEPT_BYTES = kept
-    before, after = max(free[1:11]), max(free[11:])  # free memory varies with the sizes, by 100 MiB
-    good = everywhere(worst <= 1 and after >= before - (16 << 20))
+    # In the first turn, ranges of sizes are new. Free memory varies with the sizes, by 100 MiB.
+    more = [after - before for before, after in zip(free[len(turns) :], free[2 * len(turns) :], strict=False)]
+    good = everywhere(worst <= 1 and max(more) >= -(16 << 20))
     if RANK == 0:
-        numbers = f"{worst:.2f} of the allowed error, {(after - before) >> 20} MiB more are free"
+        numbers = f"{worst:.2f} of the allowed error, MiB more that are free: {[each >> 20 for each in more]}"
         print(f"{'ok    ' if good else 'FAILED'} sizes take turns: {numbers}", flush=True)
     return good
 

@@ -17,7 +17,7 @@ from hostir.kernels.flags.copies import PER_THREAD, WARPS, push_kernel
 from hostir.kernels.flags.pushed import Pushed
 from hostir.kernels.flags.signals import Ending
 from hostir.kernels.gated import _gate_gradients_kernel, _gate_kernel
-from hostir.kernels.grouped import _grouped_matmul_kernel, _tile
+from hostir.kernels.grouped import _COLLECTING, _collect_rows_kernel, _grouped_matmul_kernel, _tile
 from hostir.kernels.matmul.kernel import Bias, Constants, Scales, Strides, Workspace, matmul_kernel
 from hostir.kernels.matmul.matmul import EXACT_RUN
 from hostir.kernels.matmul.tiles import Tile, candidates
@@ -567,29 +567,49 @@ def aligned_source(kernel, constants, pointers, varying=()):
     return ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
 
 
-@pytest.mark.parametrize("waits", [False, True])
-@pytest.mark.parametrize("indexed", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("collected", [False, True])
 @pytest.mark.parametrize("rows", [16, 512])
-def test_a_grouped_matmul_of_16_bits_uses_tensor_cores_asynchronously_and_its_loop_spills_nothing(rows, indexed, waits):
+def test_a_grouped_matmul_of_16_bits_loads_by_tma_and_spills_nothing(rows, collected, transposed):
     tile = _tile(rows, 2)
     options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
-    shape = {"SOURCES": 8, "GROUPS": 256} if waits else {"SOURCES": 2, "GROUPS": 16}
-    constants = {**shape, **tile, "READY": waits, "OWN": waits, "INDEX": indexed, "FLAGS": 8 if waits else 1}
-    constants |= {"EVEN": True}
-    constants |= {} if waits else {"own_rows": None, "flags": None, "timeouts": None}
-    constants |= {} if indexed else {"index": None}
-    constants |= dict.fromkeys(("x_column", "w_column", "out_column", "offsets_step", "index_step"), 1)
-    pointers = dict.fromkeys(("x", "w", "out", "own_rows"), "*bf16") | dict.fromkeys(("flags", "timeouts"), "*i64")
-    pointers |= {"offsets": "*i32", "index": "*i32"}
-    varying = ("sources", "groups", "rows", "tokens", "epoch", "first", "blocks", "polls")
+    constants = {"SOURCES": 8 if collected else 2, "GROUPS": 256 if collected else 16, **tile, "COLLECTED": collected}
+    constants |= {"DESCRIPTORS": True, "W_IS_NK": transposed}
+    columns = ("left_column", "w_row" if transposed else "w_column", "out_column", "offsets_step")
+    constants |= dict.fromkeys(columns, 1)
+    of_w = (tile["BN"], tile["BK"]) if transposed else (tile["BK"], tile["BN"])
+    pointers = {"left": f"tensordesc<bf16[{tile['BM']},{tile['BK']}]>", "w": f"tensordesc<bf16[1,{of_w[0]},{of_w[1]}]>"}
+    pointers |= {"out": "*bf16", "offsets": "*i32"}
+    varying = ("sources", "groups", "first", "rows", "tokens", "capacity")
     source = aligned_source(_grouped_matmul_kernel, constants, pointers, varying)
     kernel = triton.compile(source, target=TARGET, options=options)
-    assert "wgmma.mma_async" in kernel.asm["ptx"]
-    assert "cp.async.cg.shared.global" in kernel.asm["ptx"]
+    ptx, code = kernel.asm["ptx"], kernel.asm["sass"]
+    assert "wgmma.mma_async" in ptx
+    assert "cp.async.bulk.tensor" in ptx
+    assert "wgmma.wait_group.sync.aligned 1" in ptx, "loads overlap the tensor cores"
     assert kernel.metadata.shared <= SHARED_MEMORY
-    assert kernel.metadata.spilled <= 640  # bytes, where a program makes its table or finds the rows of a tile
-    code = kernel.asm["sass"]
+    assert kernel.metadata.spilled <= 640  # bytes, where a program counts its tiles or finds the rows of a tile
     assert not re.findall(r"\b(?:LDL|STL)\b", code[code.index("HGMMA") : code.rindex("HGMMA")])
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("indexed", [False, True])
+def test_rows_of_groups_are_collected_16_bytes_at_a_time(waits, indexed):
+    unit = dict(_COLLECTING)
+    options = {"num_warps": unit.pop("num_warps")}
+    constants = {**unit, "BM": 128, "READY": waits, "OWN": waits, "INDEX": indexed}
+    constants |= {"SOURCES": 8, "GROUPS": 256, "FLAGS": 8} if waits else {"SOURCES": 2, "GROUPS": 16, "FLAGS": 1}
+    constants |= {} if waits else {"own_rows": None, "flags": None, "timeouts": None}
+    constants |= {} if indexed else {"index": None}
+    constants |= dict.fromkeys(("x_column", "offsets_step", "index_step"), 1)
+    pointers = dict.fromkeys(("x", "out", "own_rows"), "*bf16") | dict.fromkeys(("flags", "timeouts"), "*i64")
+    pointers |= {"offsets": "*i32", "index": "*i32"}
+    varying = ("sources", "groups", "rows", "tokens", "epoch", "first", "blocks", "polls", "capacity")
+    source = aligned_source(_collect_rows_kernel, constants, pointers, varying)
+    kernel = triton.compile(source, target=TARGET, options=options)
+    assert re.search(r"ld\.global\.(v4\.b32|v2\.b64)", kernel.asm["ptx"])
+    assert re.search(r"st\.global\.(v4\.b32|v2\.b64)", kernel.asm["ptx"])
+    assert kernel.metadata.spilled <= 256  # bytes, where a program counts the rows of all groups
 
 
 @pytest.mark.parametrize("kernel", [_gate_kernel, _gate_gradients_kernel], ids=lambda kernel: kernel.__name__)

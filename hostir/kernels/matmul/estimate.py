@@ -124,19 +124,11 @@ def _work(tile: Tile, gemm: Gemm, sms: int, rates: Rates, arrivals: Sequence[flo
     return tiles, ready, took
 
 
-def share_apart(blocks: int, block: int, flops: float, dtype: str) -> float:
-    """Return the share of a grouped matmul's groups that it computes block by block, while the rows arrive.
-
-    The first block is there at the start, and copy engines copy the others.
-
-    Args:
-        blocks: the number of blocks.
-        block: the bytes of a block of rows.
-        flops: the floating point operations of the matmul.
-        dtype: the dtype of the operands, as in `Gemm`.
-    """
-    arriving, computing = FIRST + (blocks - 1) * (_PAUSE + block / LINK / 1e3), flops / PEAK[dtype] / 1e6
-    return min(arriving / computing, 1.0) if computing else 1.0
+def collecting(gemm: Gemm) -> float:
+    """Return the microseconds in which a kernel collects the rows of a grouped matmul; 0 if it does not."""
+    if not gemm.collects:
+        return 0.0
+    return COLLECTION + 2 * gemm.rows * gemm.k * gemm.itemsize / COLLECTED / 1e3
 
 
 def right_bytes(gemm: Gemm) -> int:
@@ -152,16 +144,14 @@ def in_l2(gemm: Gemm) -> bool:
 def _loading(grid: Grid, tile: Tile, gemm: Gemm, rates: Rates) -> float:
     """Return the time in microseconds to load the right operands from memory.
 
-    If they stay in L2, the time is 0. Otherwise they are loaded again for each block. A grouped matmul loads only those
-    of some groups again.
+    If they stay in L2, the time is 0. Otherwise they are loaded again for each block.
     """
     right = right_bytes(gemm)
     times: float = 0 if in_l2(gemm) else min(grid.blocks, grid.batches * -(-grid.rows // tile.m))
-    if gemm.grouped and gemm.block is not None and times > 1:
-        block = gemm.block * gemm.k * gemm.itemsize
-        times = 1 + (times - 1) * share_apart(grid.blocks, block, 2.0 * gemm.rows * gemm.k * gemm.n, gemm.dtype)
     return times * right / rates.read / 1e3
 
+
+COLLECTION, COLLECTED = 4.0, 1900.0  # to collect rows: microseconds to start, and GB/s read and written, on an H100
 
 # Assumed arrival of blocks: GB/s; if copy engines copy them, also the microseconds before the first copy begins, and
 # between two copies.

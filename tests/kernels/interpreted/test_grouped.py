@@ -11,6 +11,7 @@ import torch
 from hostir.kernels import aten, grouped
 from hostir.kernels.flags.ready import ReadyFlags, no_timeouts, timeout_error
 from hostir.kernels.matmul.operands import DTYPES
+from hostir.kernels.matmul.tiles import collecting_pays
 from hostir.kernels.table import kernel_table
 from tests.kernels.raising import fill_and_raise
 
@@ -26,7 +27,9 @@ OFFSETS = {
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("offsets", OFFSETS.values(), ids=OFFSETS.keys())
 @pytest.mark.parametrize("integers", [torch.int32, torch.int64])
-def test_groups_equal_atens(offsets, dtype, integers, monkeypatch):
+@pytest.mark.parametrize("collects", [False, True])
+def test_groups_equal_atens(offsets, dtype, integers, collects, monkeypatch):
+    monkeypatch.setattr(grouped, "collecting_pays", lambda *_: collects)
     begins = torch.tensor(offsets, dtype=integers)
     x = torch.randn(len(offsets), 50, 37).to(dtype)
     for source, row in enumerate(offsets):  # rows of no group hold anything
@@ -54,6 +57,14 @@ def test_rows_by_an_index_equal_permuted_rows(dtype, integers):
     assert torch.equal(ours, wanted)
 
 
+def test_rows_are_collected_if_sources_have_few_rows_of_each_group():
+    assert not collecting_pays(1, 8, 4096, 1792, 128)
+    assert not collecting_pays(2, 8, 4096, 4096, 128)
+    assert collecting_pays(8, 8, 4096, 4096, 128)
+    assert collecting_pays(2, 128, 16384, 2048, 128)
+    assert not collecting_pays(2, 16, 4096, 256, 128)  # copies of long rows, and few products
+
+
 @pytest.mark.parametrize("rows", [4, 0])
 def test_an_index_that_does_not_fit_reads_nothing_outside(rows):
     memory, w = torch.full((rows + 8, 8), math.nan), torch.randn(1, 8, 5)
@@ -62,18 +73,6 @@ def test_an_index_that_does_not_fit_reads_nothing_outside(rows):
     grouped.grouped_matmul(out, memory[4 : rows + 4], w, torch.tensor([0, 3]), index)
     limited = memory[4 : rows + 4][index.clamp(0, rows - 1)] if rows else torch.zeros(3, 8)
     torch.testing.assert_close(out, limited @ w[0])
-
-
-def test_few_groups_are_computed_source_by_source_if_computing_takes_longer_than_the_rows_to_arrive():
-    def apart(blocks, rows, columns, groups):
-        x, w = torch.empty(blocks, rows, 4096, device="meta"), torch.empty(groups, 4096, columns, device="meta")
-        x, w = x.bfloat16(), w.bfloat16()
-        out = torch.empty(blocks, 2 * rows, columns, device="meta")
-        return grouped._apart(out, x, w, ReadyFlags(torch.zeros(blocks), 1, torch.zeros(blocks, 2)))
-
-    assert apart(2, 1024, 3584, 8) == 3
-    assert apart(2, 1024, 16, 8) == 8
-    assert apart(2, 8192, 14336, 8) == 1
 
 
 @pytest.mark.parametrize("offsets", [[0, 30, 10, 50], [-1, -1, -1, -1], [0, 60, 70, 80], [9, 3, 99, -5]])
@@ -117,10 +116,8 @@ def raised(blocks: int, but: int | None = None, **fields: object) -> ReadyFlags:
 
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("tokens", [20, 7])
-@pytest.mark.parametrize("apart", [0, 1, 3])
 @pytest.mark.parametrize(("blocks", "first"), [(1, 0), (2, 1), (4, 0), (4, 3)])
-def test_sources_that_have_arrived_are_computed_as_without_flags(blocks, first, apart, tokens, own, monkeypatch):
-    monkeypatch.setattr(grouped, "_apart", lambda *_: apart)
+def test_sources_that_have_arrived_are_computed_as_without_flags(blocks, first, tokens, own):
     x, w = torch.randn(4, tokens, 8), torch.randn(3, 8, 5)
     index = None if tokens == 20 else torch.randint(0, tokens, (4, 20))
     offsets = torch.tensor([[0, 5, 9, 20], [2, 2, 2, 2], [0, 0, 20, 20], [1, 6, 11, 17]])
@@ -145,8 +142,7 @@ def test_a_source_that_does_not_arrive_is_a_timeout_of_its_flag():
     assert "%there[3]" not in str(problem)
 
 
-def test_the_kernel_waits_until_another_process_has_filled_a_source(monkeypatch):
-    monkeypatch.setattr(grouped, "_apart", lambda *_: 1)  # the other group needs all sources
+def test_the_kernel_waits_until_another_process_has_filled_a_source():
     w, offsets = torch.randn(2, 8, 5), torch.tensor([[0, 5, 20], [3, 3, 9], [0, 20, 20]])
     context = multiprocessing.get_context("spawn")
     rows, numbers, rounds = context.RawArray("f", 3 * 20 * 8), context.RawArray("i", 3), context.Queue()
