@@ -204,8 +204,7 @@ def launch(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
             _launched.clear()
         compiled = load(kernel, arguments, options)
         assert compiled is not None, "only the interpreter loads nothing"
-        constants = [options[name] for name in kernel.arg_names[len(arguments) :]]
-        launched = _launched[key] = compiled, constants
+        launched = _launched[key] = compiled, [options[name] for name in kernel.arg_names[len(arguments) :]]
     bind_thread(torch.device("cuda", device))
     compiled, constants = launched
     values: list[Any] = []

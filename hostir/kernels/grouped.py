@@ -154,9 +154,10 @@ def _collect_rows_kernel(
     for unit in range(tl.program_id(0), sources * height * width, tl.num_programs(0)):
         turn = unit // (height * width)
         if READY:
-            if turn // each >= known:
+            needed = turn // each
+            if needed >= known:
                 awaited = Awaited(flags, timeouts, epoch, first, blocks, each * rows)
-                for behind in range(known, turn // each + 1):
+                for behind in range(known, needed + 1):
                     there = (first + behind) % blocks * each * rows
                     polls = tl.maximum(polls, 1)  # after a timeout, each later flag is polled once
                     known, polls = wait_for_rows(awaited, polls, there, there + 1, OWN, FLAGS, False)
@@ -442,7 +443,7 @@ def _prepare(
 def _described(
     x: torch.Tensor, shape: Sequence[int], strides: Sequence[int], w: torch.Tensor, tile: Mapping[str, int]
 ) -> tuple[tuple[Described, tuple[int, ...]], ...] | None:
-    """Return the layouts of the rows and the matrices for TMA, and the shapes of tiles; None if TMA cannot load them."""
+    """Return the layouts of the rows and the matrices for TMA, and the shapes of tiles; None if it cannot load them."""
     transposed = w.stride(-1) != 1
     seen = w.mT if transposed else w
     of_w = (1, tile["BN"], tile["BK"]) if transposed else (1, tile["BK"], tile["BN"])

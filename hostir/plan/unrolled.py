@@ -9,11 +9,13 @@ from math import prod
 from typing import NamedTuple
 
 from hostir.ir.comm_ops import LOW_LATENCY, SLOTS, WORKSPACE
+from hostir.ir.op import IndexOperand
 from hostir.ir.program import Program, format_statement
 from hostir.ir.regions import is_dense
 from hostir.ir.source import HostIRError
+from hostir.ir.tensor_ops import TensorOp
 from hostir.ir.types import DType
-from hostir.plan.operations import AllocateOp, CollectiveOp, ElementRange, Op, SymmetricOp
+from hostir.plan.operations import NONE, AllocateOp, CollectiveOp, ComputeOp, ElementRange, Op, SymmetricOp
 from hostir.plan.order import RankOrder
 
 
@@ -157,6 +159,13 @@ class UnrolledProgram:
         """The registers of tensors and flags in the memory of peers."""
         peers = {register for register, op in self.symmetric.items() if op.rank != self.rank}
         return frozenset([x for x, buffer in enumerate(self.buffers) if buffer in peers])
+
+    def indices(self, op: ComputeOp) -> list[tuple[IndexOperand, int, int]]:
+        """Return the operands of an operation that hold indices, each with its register and its limit."""
+        statement = op.place.statement
+        assert isinstance(statement, TensorOp)
+        registers = dict(zip(statement.operands, (x for x in op.operands if x != NONE), strict=False))
+        return [(each, registers[each.indices], each.limit.bind(self.sizes)) for each in statement.index_operands]
 
     def text(self, op: Op) -> str:
         """Return the text of an operation's statement, in one line."""

@@ -116,6 +116,35 @@ def test_each_kernel_has_as_many_words_as_it_waits_for_blocks() -> None:
     assert all(not rows.any() for rows in several)
 
 
+EXPERTS = alone(
+    """%y: f32[2, M, 5] = allocate
+  %c: f32[2, 3, 5] = allocate
+  grouped_matmul %x, %w by %offsets rows %order -> %y
+  combine_rows %y by %back times %weights -> %c""",
+    "%x: f32[2, 4, 8], %w: f32[3, 8, 5], %offsets: i32[2, 4], %order: i64[2, M], "
+    "%back: i32[2, 3, 2], %weights: f32[2, 3, 2]",
+)
+
+
+def test_indices_that_do_not_fit_are_reported_with_their_place_and_their_statement() -> None:
+    shapes = {torch.float32: [(2, 4, 8), (3, 8, 5)], torch.int32: [(2, 4)], torch.int64: [(2, 6)]}
+    inputs = [torch.empty(shape, dtype=dtype) for dtype, each in shapes.items() for shape in each]
+    inputs += [torch.empty(2, 3, 2, dtype=torch.int32), torch.empty(2, 3, 2)]
+    unrolled = unroll(EXPERTS, 0, {"M": 6}, inputs)
+    product, combined = (op for op in unrolled.ops if isinstance(op, ComputeOp))
+    timeouts = Timeouts(0)
+    of_product, of_sums = timeouts.of_indices(unrolled, product), timeouts.of_indices(unrolled, combined)
+    assert (len(of_product), len(of_sums)) == (2, 1)
+    of_product[0, 0], of_product[1, 0] = (6 + 1) << 32 | 9, (7 + 1) << 32 | 0xFFFFFFFF
+    of_sums[0, 0] = (11 + 1) << 32 | 6
+    message = said(raising(timeouts))
+    assert "'grouped_matmul %x, %w by %offsets rows %order -> %y': %offsets[1, 2] is 9" in message
+    assert "%order[1, 1] is -1" in message
+    assert "%back[1, 2, 1] is 6" in message
+    assert not timeouts.lost, "the ranks need not meet again"
+    assert timeouts.problem() is None
+
+
 @pytest.mark.parametrize("sizes", [[2], [1], [3], [2, 3, 4, 1]], ids=str)
 def test_the_next_call_with_any_shapes_raises_a_timeout(
     sizes: list[int], executor: Executor, monkeypatch: pytest.MonkeyPatch

@@ -316,6 +316,47 @@ program @many(%x: f32[{count}, 8]) -> (%y) streams {count} {{
     assert torch.equal(y, torch.relu(x))
 
 
+@pytest.mark.parametrize("strategy", ["calls", "out", "captured"])
+def test_offsets_and_indices_that_do_not_fit_are_raised_by_a_later_call(strategy: str) -> None:
+    program = parse("""hostir 1
+mesh @mesh [didx] = 0
+program @p(%x: bf16[2, 64, 128], %w: bf16[3, 128, 64], %offsets: i32[2, 4], %order: i32[2, 96]) -> (%y) {
+  %y: bf16[2, 96, 64] = allocate
+  grouped_matmul %x, %w by %offsets rows %order -> %y
+}
+""")
+    x, w = torch.randn(2, 64, 128, device="cuda").bfloat16(), torch.randn(3, 128, 64, device="cuda").bfloat16()
+    offsets = torch.tensor([[0, 10, 40, 96], [5, 5, 90, 90]], device="cuda").int()
+    order = torch.randint(0, 64, (2, 96), device="cuda").int()
+    executor = Executor(program, machine="cuda", kernels="triton")
+    outs = [torch.empty(2, 96, 64, device="cuda").bfloat16()]
+
+    def call() -> None:
+        executor(x, w, offsets, order, out=None if strategy == "calls" else outs)
+
+    for _ in range(4):
+        call()
+    graph = torch.cuda.CUDAGraph()
+    if strategy == "captured":
+        with torch.cuda.graph(graph):
+            call()
+    for t, place, wrong, said in (
+        (offsets, (1, 2), 3, "%offsets[1, 2] is 3"),
+        (order, (0, 7), 64, "%order[0, 7] is 64"),
+        (order, (1, 95), -1, "%order[1, 95] is -1"),
+    ):
+        right = t[place].clone()
+        t[place] = wrong
+        graph.replay() if strategy == "captured" else call()
+        t[place] = right
+        torch.cuda.synchronize()
+        with pytest.raises(HostIRError) as raised:
+            call()
+        assert said in str(raised.value)
+        call()
+    executor.synchronize()
+
+
 def test_a_first_call_compiles_its_kernels_before_the_plan_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[object] = []
     monkeypatch.setattr(

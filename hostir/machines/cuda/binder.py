@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,6 +66,10 @@ class CudaOneSided:
         self.call = CallBoundary(context, self.flags)
         self.copies = CopySteps(context, self.flags)
         self.blocks = BlockSteps(context, self.flags, self.call, self.copies.behind_products)
+
+
+def _apply(function: Callable[[torch.Tensor], None], registers: list[Any], register: int) -> None:
+    function(registers[register])
 
 
 class BufferFrees:
@@ -155,6 +160,7 @@ class CudaBinder:
         self.in_one_kernel = False
         self.awaited_at_once = awaited_at_once(context.unrolled)
         self.inlined = set[int]()
+        self.checked = set[tuple[int, int, bool]]()  # indices: their register, limit and order
         self.marks = set[int]()
         self.engine_copies = set[int]()
         self.switches: dict[Step, int] = {}
@@ -256,6 +262,7 @@ class CudaBinder:
         if self.implementations is not None and id(op) in self.implementations.normed:
             self.add_normed(op, self.implementations)
             return
+        self.check_indices(op)
         if op.ready is not None or op.done is not None:
             self.here(op, self.flagged.blocks.compute(op))
         else:
@@ -267,6 +274,33 @@ class CudaBinder:
                 self.launches.append((op, compute))
             if captured is not kernel:
                 self.in_captures[len(self.steps) - 1] = bind_compute(op, self.context.registers, captured)
+
+    def check_indices(self, op: ComputeOp) -> None:
+        """Add steps that check the indices which a kernel of Triton will read, unless an earlier step has checked them.
+
+        Indices that are written once stay as they were checked.
+        """
+        unrolled, registers = self.context.unrolled, self.context.registers
+        if not op.place.statement.index_operands or not self.context.in_triton(op):
+            return
+        from hostir.kernels.misfits import check_indices  # needs Triton
+
+        words = self.context.timeouts.of_indices(unrolled, op)
+        for (operand, register, limit), word in zip(unrolled.indices(op), words, strict=True):
+            key = register, limit, operand.ascending
+            if key in self.checked and self.writers[unrolled.buffers[register]] <= 1:
+                continue
+            self.checked.add(key)
+            check = partial(check_indices, limit=limit, word=word[:1], ascending=operand.ascending)
+            step = partial(_apply, check, registers, register)
+            self.launches.append((op, step))
+            self.here(op, step)
+
+    @cached_property
+    def writers(self) -> Counter[int]:
+        """The number of operations that write to each buffer."""
+        unrolled = self.context.unrolled
+        return Counter(unrolled.buffers[register] for op in unrolled.ops for register in op.writes)
 
     def add_normed(self, op: ComputeOp, implementations: SymmetricCollectives) -> None:
         """If an operation is the last one that the kernel of a sum carries out, add the step that launches it."""

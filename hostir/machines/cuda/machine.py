@@ -323,16 +323,18 @@ class CudaPlan:
         """Do nothing: work that was issued cannot be stopped."""
 
     def problem(self) -> HostIRError | None:
-        """Return an error for the timeouts that the device has reported so far, or None.
+        """Return an error for the timeouts and the misfits that the device has reported so far, or None.
 
         This method does not wait for the device. Every call and the watchdog's thread use it. If a kernel has given up
         waiting, a late signal of a peer would count for the next call. So in this case the method also marks the groups
         as abandoned: the ranks then renew their shared state before the next call.
         """
-        timeouts = self.machine.timeouts.problem()
-        if timeouts is not None and self.memory is not None and len(self.memory.offers) > 1:
-            self.machine.groups.abandoned = headline(timeouts)
-        return timeouts
+        reports = self.machine.timeouts
+        problem = reports.problem()
+        if problem is not None and reports.lost and self.memory is not None and len(self.memory.offers) > 1:
+            self.machine.groups.abandoned = headline(problem)
+        reports.lost = False
+        return problem
 
     def reported_problem(self) -> str:
         problem = self.problem()
