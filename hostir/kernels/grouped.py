@@ -66,7 +66,7 @@ def dot(x, y, acc):
         return tl.dot(x, y, acc, input_precision="ieee")
 
 
-class Groups(NamedTuple):
+class RowGroups(NamedTuple):
     """The groups of a grouped matmul: offsets and their strides, and sizes.
 
     Fields:
@@ -143,7 +143,7 @@ def _collect_rows_kernel(
     if READY:
         each = sources // blocks
         first_source = first * each
-    of = Groups(offsets, offsets_source, offsets_step, sources, first_source, groups, rows)
+    of = RowGroups(offsets, offsets_source, offsets_step, sources, first_source, groups, rows)
     turns, group = tl.arange(0, SOURCES)[:, None], tl.arange(0, GROUPS)[None, :]
     begin, count = _rows_by_source(of, turns, group)
     count = tl.where((group > 0) & (group <= groups), count, 0)  # rows of no group are not read
@@ -220,7 +220,7 @@ def _grouped_matmul_kernel(
 
     With COLLECTED, an interval has the rows of a group. Else it has the rows of a group in one source.
     """
-    of = Groups(offsets, offsets_source, offsets_step, sources, first, groups, rows)
+    of = RowGroups(offsets, offsets_source, offsets_step, sources, first, groups, rows)
     turns, group_index, width = tl.arange(0, SOURCES), tl.arange(0, GROUPS), tl.cdiv(N, BN)
     _, counts = _rows_by_source(of, turns[None, :], group_index[:, None])
     if COLLECTED:
