@@ -270,7 +270,7 @@ class Registers:
             return Gemm(out[-2], out[-1], k, dtype, batches=batches, matrices=count)
         rows = batches * out[-2]
         height = grouped_tile(rows // count, self.unrolled.dtypes[layouts[x].buffer].bytes).m
-        collects = any(index != NONE for index in op.operands[3:]) or op.ready is not None
+        collects = any(index != NONE for index in op.operands[3:])  # and if one kernel waits for rows: see `by_tiles`
         collects = collects or collecting_pays(batches, count, rows, out[-1], height)
         groups = count if collects else count * batches  # tiles span the sources of a group if its rows are collected
         mean = max(-(-rows // groups), 1)

@@ -184,8 +184,8 @@ class GemmCosts:
         """
         h, count = self.hardware, len(task.raises)
         start += self.family.start
-        if gemm.collects:  # each block when it has arrived, and then all tiles
-            whole = collecting(gemm)
+        if gemm.collects or (gemm.grouped and arrivals):  # each block when it has arrived, and then all tiles
+            whole = collecting(replace(gemm, collects=True))
             start = max([start + whole, *(arrival + h.poll + whole / len(arrivals) for arrival in arrivals)])
             arrivals = ()
         if not arrivals:

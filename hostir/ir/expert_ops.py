@@ -80,7 +80,7 @@ class GroupedMatmul(ByBlocks, GroupedProduct):
 
     With `ready %flags >= epoch from first`, the indices of the leading axes are sources, and they are split into equal
     blocks, one for each flag. The kernel computes a block after the block's flag has reached the epoch, as in `matmul`.
-    It reads the offsets and the index when it computes their block. `own` is as in `matmul`. It raises no flags.
+    It reads all offsets and the index when it starts, before it waits. `own` is as in `matmul`. It raises no flags.
 
     Example: %y: bf16[64, 32] = grouped_matmul %x: bf16[64, 16], %w: bf16[4, 16, 32] by %offsets: i32[5]
     """
@@ -140,7 +140,7 @@ class GroupedMatmul(ByBlocks, GroupedProduct):
             raise self.fail(
                 f"{ready.blocks} flags do not divide the {prod(lead)} sources of {self.x}", expected=expected
             )
-        return replace(ready, sources=len(lead))
+        return replace(ready, sources=len(lead), early=self.along)
 
     def result(self) -> tuple[DType, tuple[Size, ...]]:
         dtype, groups = same_dtype(self, [self.x, self.w]), self.groups()

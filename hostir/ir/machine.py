@@ -92,6 +92,7 @@ class Ready:
             sets this field.
         along: the positions of further operands with the same rows. Flag `i` says that block `i` of each of these
             operands is ready, too. `own_rows` does not replace their rows.
+        early: the positions of operands that the kernel reads when it starts, whatever flags it waits for.
         sources: the number of leading axes that count sources. Blocks consist of complete sources, each source is
             computed alone, and the operands in `along` have one row for each source. It is 0 for computations that can
             be cut between any two rows.
@@ -108,6 +109,7 @@ class Ready:
     overlapped_sms: int = 0
     reserved_sms: int = 0
     along: tuple[int, ...] = ()
+    early: tuple[int, ...] = ()
     sources: int = 0
 
     @cached_property

@@ -186,7 +186,8 @@ def launch(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
     """Launch a grid of `programs` programs on the current stream of the current device.
 
     `arguments` are the kernel's arguments that are no constants. In the context of `loading`, only compile and load the
-    kernel.
+    kernel. If a tape is being recorded, the launch is repeated with the same numbers, and memory that belongs to no
+    tensor of the plan must be kept: see `Taping.keep`.
     """
     if _thread.only_loads:
         load(kernel, arguments, options)
@@ -194,8 +195,6 @@ def launch(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
     if INTERPRETED:
         kernel[(programs,)](*arguments, **options)
         return
-    if TAPING.writer is not None:
-        TAPING.writer.incomplete()
     device = torch.cuda.current_device()
     key = kernel, device, _kinds(kernel, arguments), tuple(options.items())
     launched = _launched.get(key)
@@ -232,6 +231,7 @@ def _kinds(kernel: Any, arguments: Sequence[Any]) -> tuple[object, ...]:
     """
     kinds: list[object] = []
     for parameter, each in zip(kernel.params, arguments, strict=False):
+        assert not parameter.is_constexpr, f"pass the constant {parameter.name} by its name"
         if isinstance(each, torch.Tensor):
             kinds.append((each.dtype, each.data_ptr() % 16 == 0))
         elif type(each) is int:

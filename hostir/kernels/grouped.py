@@ -8,14 +8,15 @@ Another kernel first collects the rows, so that the rows of each group lie one a
 and no tile is partly empty because its source has few rows. On an H100, a matmul that gathered its rows itself, by
 pointers, took 1.4 times as long as both kernels together. If rows arrive while the kernels run, or if an index orders
 them, the first kernel does this work: it waits for the flag of a source before it reads the source's rows (see
-`hostir.kernels.flags.ready`), and reads the rows that the index names. Other rows are not collected if the groups have
-so many rows in each source that few tiles are partly empty.
+`hostir.kernels.flags.ready`), and reads the rows that the index names. Other rows, if they have a constant stride, are
+not collected if the groups have so many rows in each source that few tiles are partly empty.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -24,16 +25,17 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hostir.kernels import aten
-from hostir.kernels.devices import INTERPRETED, check_device, launch, launching, limits
+from hostir.kernels.devices import INTERPRETED, StandIn, check_device, launch, launching, limits, only_loads
 from hostir.kernels.flags.ready import Awaited, ReadyFlags, ready_layout, wait_for_rows
 from hostir.kernels.layout import collapse, descriptor_strides, launch_layout
 from hostir.kernels.layout import rows as flat_rows
 from hostir.kernels.matmul.conversions import from_float32, to_float32
 from hostir.kernels.matmul.operands import DTYPES, Described
 from hostir.kernels.matmul.tiles import collecting_pays, grouped_tile
+from hostir.kernels.matmul.workspaces import workspace
 
 MAX_SOURCES = 64  # of one launch: for each row, a tile looks for the source among all
-MAX_INTERVALS = 4096  # of sources and groups in the table of one launch
+MAX_INTERVALS = 4096  # of sources and groups in one launch, before the groups are rounded up to a power of 2
 
 # A unit of the kernel that collects rows, and its options.
 _COLLECTING = {"ROWS": 8, "WIDTH": 16} if INTERPRETED else {"ROWS": 32, "WIDTH": 512, "num_warps": 16}
@@ -46,8 +48,7 @@ def rows_of(offsets, source_step, step, source, group, groups, rows):
     """Return the first row and the number of rows of a group in a source. Either index may be a tensor.
 
     Group 0 has the rows before the first offset, and group `groups + 1` the rows after the last one. Offsets that
-    decrease or lie outside the rows are limited to the rows: then some rows are computed twice, and every row is
-    written.
+    decrease or lie outside the rows are limited to the rows: then the results of some rows are undefined.
     """
     at = offsets + source.to(tl.int64) * source_step + group.to(tl.int64) * step
     begin = tl.load(at - step, mask=(group > 0) & (group < groups + 2), other=0)
@@ -294,7 +295,8 @@ def grouped_matmul(
 
     With `index`, the rows are `x[..., index[..., t], :]`. Rows of no group become 0. Offsets that decrease or lie
     outside the rows, and indices outside the rows of `x`, are limited to the rows, so that nothing outside is accessed.
-    ATen computes the result instead if Triton's kernels do not take the dtype (such as f64).
+    After such offsets, the results of some rows are undefined: see `hostir.kernels.misfits` for their error. ATen
+    computes the result instead if Triton's kernels do not take the dtype (such as f64).
 
     With `ready`, the sources, which are the indices of the leading axes, arrive in blocks while the kernel runs.
     `own_rows` are then the rows of block `ready.first`, which needs no flag. All offsets and indices are there at the
@@ -370,7 +372,7 @@ class _Prepared:
         with launching(self.device):
             left = x
             if self.collected is not None and self.collecting is not None:
-                left = x.new_empty(self.collected)
+                left = self.memory(x)
                 waits: tuple[Any, ...] = (None, None, 0, 0, 1, 0)
                 if ready is not None:
                     waits = (ready.flags, ready.timeouts, ready.epoch, ready.first, len(ready.flags), ready.polls)
@@ -382,6 +384,16 @@ class _Prepared:
                 matrices = tuple(TensorDescriptor(t, d.shape, d.strides, [*block]) for t, (d, block) in pairs)
             programs, numbers, options = self.computing
             launch(_grouped_matmul_kernel, programs, *matrices, offsets, out, *numbers, **options)
+
+    def memory(self, x: torch.Tensor) -> torch.Tensor:
+        """Return memory for the rows to collect. The launches on a stream share it, because they run in order."""
+        assert self.collected is not None
+        shape, stride = self.collected, (self.collected[1], 1)
+        if only_loads():
+            return StandIn.of(shape, stride, x.dtype, self.device)
+        stream = torch.cuda.current_stream(self.device).cuda_stream if x.is_cuda else 0
+        memory, _ = workspace(self.device, stream, -(-prod(shape) * x.element_size() // 4), 0)
+        return memory.view(x.dtype)[: prod(shape)].view(shape)
 
 
 _MAX_PREPARED = 1024
@@ -403,11 +415,12 @@ def _prepare(
     groups, rows, columns, tokens, K = len(w), *out.shape[-2:], *x.shape[-2:]
     tile = _tile(sources * rows // max(groups, 1), x.element_size())
     sizes = {"SOURCES": triton.next_power_of_2(sources), "GROUPS": triton.next_power_of_2(groups + 2)}
-    sms = limits(device).sms
+    sms = max(limits(device).sms - (0 if ready is None else ready.reserved_sms), 1)
     flat = None if index is not None or ready is not None else flat_rows(x)
     if flat is not None and collecting_pays(sources, groups, sources * rows, columns, tile["BM"]):
         flat = None
-    tiles = -(-sources * rows // tile["BM"]) + (groups if flat is None else sources * (groups + 2))
+    most = groups if flat is None else sources * (groups + 2)  # intervals of tiles, each with a partly empty tile
+    tiles = sources * rows // tile["BM"] + min(most, sources * rows)
     collected, collecting, first = None, None, 0
     left_shape, left_strides = [sources * rows, K], [0 if flat is None else flat.stride(0), x.stride(-1)]
     if flat is None:
@@ -424,8 +437,9 @@ def _prepare(
             **{"READY": ready is not None, "OWN": own_rows is not None, "INDEX": index is not None},
             **{"FLAGS": triton.next_power_of_2(blocks), **sizes, **_COLLECTING, "BM": tile["BM"]},
         }
-        collecting = sms - (0 if ready is None else ready.reserved_sms), numbers, options
-    described = _described(x, left_shape, left_strides, w, tile) if limits(device).tma else None
+        collecting = sms, numbers, options
+    left = x.new_empty(0) if flat is None else x  # memory for collected rows is aligned
+    described = _described(left, left_shape, left_strides, w, tile) if limits(device).tma else None
     computing = (
         max(min((tiles + 2) * -(-columns // tile["BN"]), sms), 1),
         (
@@ -441,7 +455,7 @@ def _prepare(
 
 
 def _described(
-    x: torch.Tensor, shape: Sequence[int], strides: Sequence[int], w: torch.Tensor, tile: Mapping[str, int]
+    left: torch.Tensor, shape: Sequence[int], strides: Sequence[int], w: torch.Tensor, tile: Mapping[str, int]
 ) -> tuple[tuple[Described, tuple[int, ...]], ...] | None:
     """Return the layouts of the rows and the matrices for TMA, and the shapes of tiles; None if it cannot load them."""
     transposed = w.stride(-1) != 1
@@ -449,7 +463,7 @@ def _described(
     of_w = (1, tile["BN"], tile["BK"]) if transposed else (1, tile["BK"], tile["BN"])
     described = []
     for t, size, steps, block in (
-        (x, shape, strides, (tile["BM"], tile["BK"])),
+        (left, shape, strides, (tile["BM"], tile["BK"])),
         (seen, seen.shape, seen.stride(), of_w),
     ):
         legal = "it holds nothing" if 0 in size else descriptor_strides(t, size, steps)

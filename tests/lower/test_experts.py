@@ -115,6 +115,43 @@ def test_a_grouped_matmul_waits_for_sources_one_by_one(shape: list[int], axis: i
         torch.testing.assert_close(y.double(), exact, rtol=1e-5, atol=1e-5)
 
 
+SENT = """hostir 1
+mesh @mesh [didx] = 0 1
+program @p(%x: f32[2@didx, 6, 4], %o: i32[2@didx, 3], %w: f32[2, 4, 5]) -> (%y) {
+  %r = rank of %x over didx
+  %box: f32[2, 6, 4] = allocate_symmetric
+  %offsets: i32[2, 3] = allocate_symmetric
+  %f: flag[2] = allocate_symmetric
+  %mine: f32[2@didx, 6, 4] = shard %box
+  %its: i32[2@didx, 3] = shard %offsets
+  %y: f32[2, 6, 5] = allocate
+  barrier of %box over didx
+  for %i in 0..2 {
+    put %x -> %mine at (%r + %i) % 2 over didx
+    put %o -> %its at (%r + %i) % 2 over didx
+  }
+  @again
+  for %i in 0..2 { signal %f[%r] = 1 at (%r + %i) % 2 over didx }
+  grouped_matmul %box, %w by %offsets -> %y ready %f >= 1 from %r
+}
+"""
+
+
+def test_offsets_must_be_there_before_the_kernel_starts_not_only_before_the_flags_of_their_rows() -> None:
+    program = hi.parse(SENT.replace("  @again\n", ""))
+    (finding,) = hi.check(program)
+    assert finding.message.startswith("race on %offsets: 'grouped_matmul")
+    inputs = random_inputs(program, {}, 0)
+    wrong = 0
+    for seed in range(20):
+        try:
+            hi.run(program, *inputs, seed=seed, check=False)
+        except HostIRError as problem:
+            wrong += "of group" in str(problem)
+    assert wrong, "in some orders, ranks compute with offsets that are not there"
+    assert hi.check(hi.parse(SENT.replace("@again", "barrier of %offsets over didx"))) == []
+
+
 def test_every_strategy_adds_the_partial_sums_of_experts_once() -> None:
     fusion = patterns.moe_layer(ranks=4, S=2, M=4, K=8, H=8)
     for strategy in ("sequential", "pipeline", "ring", "fused", "push"):

@@ -33,7 +33,8 @@ def trace_by_blocks(
         done: the flags that the kernel sets, if any.
     """
     pushing = trace.pushing.pop(trace.current, None) if ready else None  # the kernel may overlap these copies
-    start = trace.step("starts", [], sms=True)
+    early = [view for n, view in enumerate(operands) if ready and view is not None and n in ready.early]
+    start = trace.step("starts", [access(view, "reads") for view in early], sms=True)
     blocks = _blocks(trace, start, out, operands, axis, ready, done)
     last = [flag.event for flag in blocks.signals] or blocks.units
     end = trace.step("ends", [], after=[*last, *([pushing.last] if pushing else [])])

@@ -136,6 +136,6 @@ def _raise(flags, epoch, timeouts, blocks, words, FLAGS: tl.constexpr, WORDS: tl
 def raise_flags(done: DoneFlags, timeouts: torch.Tensor | None) -> None:
     """Launch a kernel on the current stream that raises all flags, unless an earlier kernel has reported timeouts."""
     blocks, words = len(done.flags), 0 if timeouts is None else timeouts.numel()
-    sizes = triton.next_power_of_2(blocks), triton.next_power_of_2(max(1, words))
+    sizes = {"FLAGS": triton.next_power_of_2(blocks), "WORDS": triton.next_power_of_2(max(1, words))}
     with launching(done.flags.device):
-        launch(_raise, 1, done.flags, done.epoch, timeouts, blocks, words, *sizes, num_warps=1)
+        launch(_raise, 1, done.flags, done.epoch, timeouts, blocks, words, **sizes, num_warps=1)

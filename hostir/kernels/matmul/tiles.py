@@ -32,7 +32,8 @@ class Gemm:
         result: the bytes of an element of the result; None if elements of the result and of operands have the same
             size.
         matrices: the number of right sides `[k, n]`. Each is multiplied by equally many batches.
-        grouped: True for `hostir.kernels.grouped`. The batches are groups of rows, and `m` is their mean size.
+        grouped: True for `hostir.kernels.grouped`. The batches are groups of rows, and `m` is their mean size. If rows
+            are not collected, they are groups of rows of one source.
         collects: True if a kernel collects the rows of the groups first. It waits for rows that arrive.
     """
 

@@ -59,6 +59,10 @@ class BlockKernel:
             addends = [y.expand_as(out) for y in others if y is not None]  # each is read like a further source
             self.sources, kernel = (*x.unbind(options["axis"]), *addends), partial(_sum_of, kernel, len(addends))
             others, options = [], {**options, "axis": 0}
+        early = ready.early if ready is not None else ()
+        self.early = [(y, torch.empty_like(y)) for n, y in enumerate(others, 1) if y is not None and n in early]
+        copies = {id(y): copy for y, copy in self.early}
+        others = [copies.get(id(y), y) for y in others]
         self.kernel, self.others, self.options = kernel, others, options
         self.of_rows = ready.along if ready is not None else done.along if done is not None else ()
         self.cut_alike = [y for y in (others[n - 1] for n in self.of_rows) if y is not None]
@@ -76,12 +80,18 @@ class BlockKernel:
         start = issuer.issue(do_nothing)
         start.gate = issuer.sms
         if ready is not None:
-            start.run, start.may_block = partial(issuer.sms.take, start, copies), True
+            start.run, start.may_block = partial(self.begin, start, copies), True
         pieces = self.pieces(start)
         signals = [] if self.done is None else self.signals(pieces, self.done)
         end = issuer.issue(None if ready is None else partial(issuer.sms.take, None))
         end.follow([start, *(task for _, task in pieces), *signals, *copies[-1:]])
         end.changes, end.since = None if ready is None else issuer.sms, start
+
+    def begin(self, start: Task, copies: Sequence[Task]) -> None:
+        """Take the SMs, and read the operands that the kernel reads when it starts."""
+        self.issuer.sms.take(start, copies)
+        for y, copy in self.early:
+            copy.copy_(y)
 
     def pieces(self, start: Task) -> list[RowsTask]:
         """Add the tasks that compute the result, and return them. They follow the task `start`."""

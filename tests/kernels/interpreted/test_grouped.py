@@ -30,6 +30,7 @@ OFFSETS = {
 @pytest.mark.parametrize("collects", [False, True])
 def test_groups_equal_atens(offsets, dtype, integers, collects, monkeypatch):
     monkeypatch.setattr(grouped, "collecting_pays", lambda *_: collects)
+    monkeypatch.setattr(grouped, "_prepared", {})
     begins = torch.tensor(offsets, dtype=integers)
     x = torch.randn(len(offsets), 50, 37).to(dtype)
     for source, row in enumerate(offsets):  # rows of no group hold anything
