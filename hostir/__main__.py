@@ -57,7 +57,10 @@ UNWRITABLE = (
     errno.EBADF,
 )  # errors that writing raises, and hardly anything else
 INTERRUPTED, UNREAD = 130, 141  # the exit codes of shells for SIGINT and SIGPIPE
-HOSTS = "the number of hosts, each with the GPUs of --machine (default: as few as the program needs)"
+HOSTS = (
+    "the number of hosts, each with the GPUs of --machine (default: 1, or as few as the ranks need if --machine has no "
+    "number of GPUs)"
+)
 LISTENING = 5.0  # seconds that ranks wait while rank 0 prints: a launcher ends all ranks when the first one exits
 
 
@@ -124,6 +127,7 @@ def _lowering_options() -> _Parser:
     parser = _Parser(add_help=False)
     parser.add_argument("--strategy", help=f"one of: {', '.join(strategies())}, {AUTO} (default: pipeline)")
     parser.add_argument("--streams", type=int, help=f"the most worker streams (default: {STREAMS})")
+    parser.add_argument("--hosts", type=int, help="the number of hosts, with equally many ranks in each (default: 1)")
     return parser
 
 
@@ -192,7 +196,6 @@ def _explain_options(parser: _Parser) -> None:
 def _timeline_options(parser: _Parser) -> None:
     parser.add_argument("--kernels", help=KERNELS)
     parser.add_argument("--machine", help="a known machine, such as h100x8 (default: h200)")
-    parser.add_argument("--hosts", type=int, help=HOSTS)
     parser.add_argument(
         "--against", action="append", default=[], metavar="STRATEGY", help="compare with another strategy"
     )

@@ -94,7 +94,7 @@ def check_ranks(fusion: Program, platform: Platform) -> None:
         raise error(
             f"@{fusion.name} is for {fusion.ranks} ranks, and there are {platform.ranks}",
             hint=f"build it for {platform.ranks} (--ranks {platform.ranks}, if its function has a parameter 'ranks'), "
-            f"or take a machine with {fusion.ranks}",
+            f"or take a machine with {fusion.ranks}, or several hosts (--hosts)",
         )
 
 

@@ -28,7 +28,7 @@ from hostir.choice.simulation import EAGER, Costs, HostCosts, Simulation, flops,
 from hostir.ir.machine import uncollected
 from hostir.ir.op import Phase, Statement
 from hostir.ir.program import Program, format_statement
-from hostir.ir.source import error, user_span
+from hostir.ir.source import described, error, user_span
 from hostir.kernels.matmul.tiles import Gemm
 from hostir.knobs import KERNELS
 from hostir.machines.trace import COMMUNICATION, Trace
@@ -172,6 +172,8 @@ def timeline(
     Raises HostIRError for an unknown machine, for a program that shares memory between several hosts, and for sizes
     that are missing or do not fit.
     """
+    if not isinstance(program, Program):
+        raise error(f"a timeline of {described(program)}", user_span(), expected="a host program: hi.lower(fusion)")
     if program.phase is not Phase.HOST:
         raise error(f"@{program.name} is a fusion", user_span(), expected="a host program", hint="hi.lower(fusion)")
     platform = planned(program, machine, hosts)

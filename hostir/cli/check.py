@@ -107,6 +107,7 @@ def run_of(analysis: Analysis, seed: int, options: Namespace) -> str:
     for option, value in (("--from", options.form), ("--ranks", options.ranks), ("--strategy", options.strategy)):
         words += [option, str(value)] if value is not None else []
     words += ["--streams", str(options.streams)] if options.streams is not None else []
+    words += ["--hosts", str(options.hosts)] if options.hosts is not None else []
     words += [word for name, value in assignments.items() for word in ("--set", f"{name}={value}")]
     words += ["--no-check", "--repeat", str(analysis.calls), "--schedule-seed", str(seed)]
     return shlex.join(words)

@@ -7,7 +7,7 @@ from typing import Any
 
 from hostir.cli.loading import load_named, print_once
 from hostir.ir.op import Phase
-from hostir.ir.program import Program, with_hosts
+from hostir.ir.program import Program, stated_hosts, with_hosts
 from hostir.ir.source import error
 from hostir.lower import AUTO, lower, passes_of
 from hostir.lower.strategies import run_unproved
@@ -19,14 +19,32 @@ def load_to_lower(options: Namespace) -> tuple[Program, dict[str, int]]:
     Raises HostIRError if `--strategy` or `--streams` is invalid, or if either option is given for a host program.
     """
     program, sizes = load_named(options)
-    if program.phase is Phase.HOST and (options.strategy is not None or options.streams is not None):
-        option = "--streams" if options.strategy is None else "--strategy"
-        raise error(f"@{program.name} is a host program already", hint=f"{option} is for lowering a fusion")
+    refuse_lowering(program, options)
     if options.strategy == AUTO and options.streams is not None:
         raise error(f"--streams {options.streams}: '{AUTO}' chooses it too", hint="leave it out, or name a strategy")
     if program.phase is not Phase.HOST and options.strategy != AUTO:
         passes_of(**lowering_of(options))  # raises for misspelt options: wrong usage, not a finding about the program
-    return program, sizes
+    return on_hosts(program, options.hosts), sizes
+
+
+def refuse_lowering(program: Program, options: Namespace) -> None:
+    """Raise HostIRError if the command line says how to lower a host program."""
+    given = [name for name in ("strategy", "streams") if getattr(options, name) is not None]
+    if program.phase is Phase.HOST and given:
+        raise error(f"@{program.name} is a host program already", hint=f"--{given[0]} is for lowering a fusion")
+
+
+def on_hosts(program: Program, hosts: int | None) -> Program:
+    """Return the program with meshes that state `hosts`, if given."""
+    if hosts is None:
+        return program
+    if hosts < 1 or program.ranks % hosts:
+        raise error(
+            f"--hosts {hosts}: @{program.name} is for {program.ranks} ranks", expected="as many ranks on each host"
+        )
+    if (stated := stated_hosts(program)) and stated != hosts:
+        raise error(f"--hosts {hosts}: the meshes of @{program.name} state {stated}", hint="leave it out")
+    return with_hosts(program, hosts)
 
 
 def lowering_of(options: Namespace) -> dict[str, Any]:

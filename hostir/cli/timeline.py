@@ -7,13 +7,14 @@ from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 
+from hostir.check import prove
 from hostir.choice.decision import with_hosts_of
 from hostir.choice.hardware import REFERENCE
 from hostir.choice.platforms import planned
 from hostir.choice.timeline import PredictedSpan, PredictedTimeline, timeline
 from hostir.cli.explain import table
 from hostir.cli.loading import load_named
-from hostir.cli.lowering import lowered
+from hostir.cli.lowering import lowered, refuse_lowering
 from hostir.ir.op import Phase
 from hostir.ir.program import Program
 from hostir.ir.source import error
@@ -105,6 +106,10 @@ def _write(timelines: Mapping[str, PredictedTimeline], path: Path) -> None:
 def main(options: Namespace) -> int:
     """Run `hostir timeline`; return its exit code."""
     program, sizes = load_named(options)
+    refuse_lowering(program, options)
+    if program.phase is Phase.HOST:  # the timeline of a program that may deadlock would mean nothing
+        program.check_sizes(sizes)
+        prove(program, sizes)
     if program.phase is not Phase.HOST and options.strategy is None:
         options.strategy = AUTO
     return timeline_command(program, sizes, options)

@@ -90,6 +90,8 @@ def test_mistakes_are_reported() -> None:
         hi.timeline(hi.lower(PATTERNS["mlp"], "ring"), machine="h100x1")
     with pytest.raises(HostIRError, match="unknown machine 'h1000x2'"):
         hi.timeline(hi.lower(PATTERNS["mlp"], "ring"), machine="h1000x2")
+    with pytest.raises(HostIRError, match="a timeline of fusion @mlp"):
+        hi.timeline(PATTERNS["mlp"], machine="h100x2")  # type: ignore[arg-type]
     with pytest.raises(HostIRError, match="@mlp is a fusion"):
         hi.timeline(PATTERNS["mlp"].program(), machine="h100x2")
     with hi.Fusion("free") as free:
@@ -133,3 +135,30 @@ def test_the_command_prints_compares_and_draws(tmp_path: Path, capsys: pytest.Ca
 def test_wrong_options_get_one_diagnostic(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*COMMAND, *SETTINGS, *options]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_text_is_lowered_already_and_must_be_free_of_races(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = str(hi.lower(PATTERNS["row_parallel"], "fused"))
+    file = tmp_path / "sum.hir"
+    file.write_text(text)
+    command = ["timeline", str(file), "--machine", "h100x2"]
+    assert main(command) == 0
+    assert main([*command, "--strategy", "ring"]) == 2
+    assert "--strategy is for lowering a fusion" in capsys.readouterr().err
+    file.write_text("\n".join(line for line in text.splitlines() if " signal " not in line))
+    assert main(command) == 1
+    assert "nobody sends the signal" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["lower", "check", "run"])
+def test_programs_for_several_hosts_can_be_lowered_checked_and_run(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = [command, "examples/patterns.py:row_parallel_scattered", "--ranks", "4", "--set", "S=1"]
+    assert main([*source, "--hosts", "2", "--strategy", "hierarchical"]) == 0
+    out = capsys.readouterr().out
+    assert {"lower": "hosts 2", "check": "nothing to report", "run": ""}[command] in out
+    assert main([*source, "--hosts", "3", "--strategy", "hierarchical"]) == 2
+    assert "--hosts 3: @row_parallel_scattered is for 4 ranks" in capsys.readouterr().err
