@@ -186,8 +186,7 @@ def launch(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
     """Launch a grid of `programs` programs on the current stream of the current device.
 
     `arguments` are the kernel's arguments that are no constants. In the context of `loading`, only compile and load the
-    kernel. If a tape is being recorded, the launch is repeated with the same numbers, and memory that belongs to no
-    tensor of the plan must be kept: see `Taping.keep`.
+    kernel. A tape that is being recorded leaves the launch to Python.
     """
     if _thread.only_loads:
         load(kernel, arguments, options)
@@ -195,6 +194,8 @@ def launch(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
     if INTERPRETED:
         kernel[(programs,)](*arguments, **options)
         return
+    if TAPING.writer is not None:
+        TAPING.writer.incomplete()  # the caller may use memory of its own
     device = torch.cuda.current_device()
     key = kernel, device, _kinds(kernel, arguments), tuple(options.items())
     launched = _launched.get(key)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -25,14 +24,13 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hostir.kernels import aten
-from hostir.kernels.devices import INTERPRETED, StandIn, check_device, launch, launching, limits, only_loads
+from hostir.kernels.devices import INTERPRETED, check_device, launch, launching, limits
 from hostir.kernels.flags.ready import Awaited, ReadyFlags, ready_layout, wait_for_rows
 from hostir.kernels.layout import collapse, descriptor_strides, launch_layout
 from hostir.kernels.layout import rows as flat_rows
 from hostir.kernels.matmul.conversions import from_float32, to_float32
 from hostir.kernels.matmul.operands import DTYPES, Described
 from hostir.kernels.matmul.tiles import collecting_pays, grouped_tile
-from hostir.kernels.matmul.workspaces import workspace
 
 MAX_SOURCES = 64  # of one launch: for each row, a tile looks for the source among all
 MAX_INTERVALS = 4096  # of sources and groups in one launch, before the groups are rounded up to a power of 2
@@ -372,7 +370,7 @@ class _Prepared:
         with launching(self.device):
             left = x
             if self.collected is not None and self.collecting is not None:
-                left = self.memory(x)
+                left = x.new_empty(self.collected)  # not a shared workspace: other threads may launch in between
                 waits: tuple[Any, ...] = (None, None, 0, 0, 1, 0)
                 if ready is not None:
                     waits = (ready.flags, ready.timeouts, ready.epoch, ready.first, len(ready.flags), ready.polls)
@@ -384,16 +382,6 @@ class _Prepared:
                 matrices = tuple(TensorDescriptor(t, d.shape, d.strides, [*block]) for t, (d, block) in pairs)
             programs, numbers, options = self.computing
             launch(_grouped_matmul_kernel, programs, *matrices, offsets, out, *numbers, **options)
-
-    def memory(self, x: torch.Tensor) -> torch.Tensor:
-        """Return memory for the rows to collect. The launches on a stream share it, because they run in order."""
-        assert self.collected is not None
-        shape, stride = self.collected, (self.collected[1], 1)
-        if only_loads():
-            return StandIn.of(shape, stride, x.dtype, self.device)
-        stream = torch.cuda.current_stream(self.device).cuda_stream if x.is_cuda else 0
-        memory, _ = workspace(self.device, stream, -(-prod(shape) * x.element_size() // 4), 0)
-        return memory.view(x.dtype)[: prod(shape)].view(shape)
 
 
 _MAX_PREPARED = 1024

@@ -17,8 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
-
 from hostir.kernels.parameters import TAPING, KernelLaunch, packed
 from hostir.machines.cuda.driver import AT_LEAST, WAIT, Memcpy2D, MemoryOp
 
@@ -143,12 +141,6 @@ class Launched(Protocol):
         """The properties that all launches of the kernel share. Raises TypeError if native code cannot launch it."""
 
 
-def addresses(x: torch.Tensor) -> range:
-    """Return the addresses of the storage of a tensor."""
-    storage = x.untyped_storage()
-    return range(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
-
-
 class TapeWriter:
     """Records the driver calls of a thread as tape entries. It is a context manager, and records within its context.
 
@@ -183,12 +175,12 @@ class TapeWriter:
     def address(self, at: int, value: int, *, is_map: bool = False) -> Address:
         """Return an `Address` for the address `value`, which is at offset `at` of an entry.
 
-        The result names the memory that contains `value`. If no known memory contains the address of a tensor map, and
-        no tensor that the recording keeps, the recording is incomplete.
+        The result names the memory that contains `value`. If no known memory contains the address of a tensor map, the
+        recording is incomplete.
         """
         inside = (m for m in self.memories() if m.begin <= value < m.begin + max(m.size, 1))
         memory = next(inside, None) if value else None
-        if is_map and memory is None and not any(value in addresses(x) for x in self.kept):
+        if is_map and memory is None:
             self.complete = False  # the tensor of a map is not known: its address cannot be replaced
         return Address(at, value, memory, is_map)
 
