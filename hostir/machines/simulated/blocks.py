@@ -81,6 +81,7 @@ class BlockKernel:
         start.gate = issuer.sms
         if ready is not None:
             start.run, start.may_block = partial(self.begin, start, copies), True
+            start.reads = tuple(y for y, _ in self.early)
         pieces = self.pieces(start)
         signals = [] if self.done is None else self.signals(pieces, self.done)
         end = issuer.issue(None if ready is None else partial(issuer.sms.take, None))
@@ -171,7 +172,8 @@ class BlockKernel:
         for n, view in zip(self.of_rows, along, strict=True):
             others[n - 1] = view
         compute = partial(_compute, self.kernel, target, taken, others, self.options)
-        task = self.issuer.task(compute, (*self.uncut, *along), (target,), lane=lane, timed=True)
+        read = start.reads or along  # what the kernel reads at its start must stay until it ends
+        task = self.issuer.task(compute, (*self.uncut, *read), (target,), lane=lane, timed=True)
         return task.follow([start, *takes])
 
     def arrival(self, start: Task, ready: Ready, block: int) -> Task:
