@@ -183,66 +183,16 @@ def load(kernel: Any, arguments: Sequence[Any], options: Mapping[str, Any]) -> C
 
 
 def launch(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
-    """Launch a grid of `programs` programs on the current stream of the current device.
+    """Launch a grid of `programs` programs through Triton on the current device.
 
-    `arguments` are the kernel's arguments that are no constants. In the context of `loading`, only compile and load the
-    kernel. A tape that is being recorded leaves the launch to Python.
+    In the context of `loading`, only compile and load the kernel.
     """
     if _thread.only_loads:
         load(kernel, arguments, options)
-        return
-    if INTERPRETED:
+    else:
+        if TAPING.writer is not None:
+            TAPING.writer.incomplete()
         kernel[(programs,)](*arguments, **options)
-        return
-    if TAPING.writer is not None:
-        TAPING.writer.incomplete()  # the caller may use memory of its own
-    device = torch.cuda.current_device()
-    key = kernel, device, _kinds(kernel, arguments), tuple(options.items())
-    launched = _launched.get(key)
-    if launched is None:
-        if len(_launched) >= _MAX_LAUNCHED:
-            _launched.clear()
-        compiled = load(kernel, arguments, options)
-        assert compiled is not None, "only the interpreter loads nothing"
-        launched = _launched[key] = compiled, [options[name] for name in kernel.arg_names[len(arguments) :]]
-    bind_thread(torch.device("cuda", device))
-    compiled, constants = launched
-    values: list[Any] = []
-    number = 0
-    for each in arguments:
-        if isinstance(each, torch.Tensor):
-            values.append(each.data_ptr())
-        elif isinstance(each, TensorDescriptor):
-            values += compiled.encoded(number, each)
-            number += 1
-        else:
-            values.append(each)
-    compiled.launch(programs, compiled.stream(device), (*values, *constants))
-
-
-_MAX_LAUNCHED = 4096
-_launched: dict[tuple[object, ...], tuple[Compiled, Sequence[Any]]] = {}  # by everything that Triton compiles for
-
-
-def _kinds(kernel: Any, arguments: Sequence[Any]) -> tuple[object, ...]:
-    """Return what Triton compiles a kernel for: the types of its arguments, and properties of addresses and numbers.
-
-    A number that is 1 becomes a constant. Addresses and numbers that are multiples of 16 have code of their own, unless
-    the kernel says that a number varies.
-    """
-    kinds: list[object] = []
-    for parameter, each in zip(kernel.params, arguments, strict=False):
-        assert not parameter.is_constexpr, f"pass the constant {parameter.name} by its name"
-        if isinstance(each, torch.Tensor):
-            kinds.append((each.dtype, each.data_ptr() % 16 == 0))
-        elif type(each) is int:
-            special = None if parameter.do_not_specialize else 1 if each == 1 else each % 16 == 0 and 16
-            kinds.append((special, -(1 << 31) <= each < 1 << 31))
-        elif isinstance(each, TensorDescriptor):
-            kinds.append((each.base.dtype, *each.block_shape))
-        else:
-            kinds.append(float if type(each) is float else each)
-    return tuple(kinds)
 
 
 @contextlib.contextmanager

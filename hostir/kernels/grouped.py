@@ -318,15 +318,24 @@ def grouped_matmul(
         raise ValueError(f"own rows with columns of stride {own_rows.stride(-1)}, and rows with {x.stride(-1)}")
     if ready is not None and (not out.numel() or sources % len(ready.flags) or len(own) > 1 or len(lead) > 1):
         raise ValueError(f"{len(ready.flags)} flags for {sources} sources of {x.shape[-2]} rows")
-    operands = (out, x, w, offsets, index, own_rows)
+    operands = _Operands(out, x, w, offsets, index, own_rows)
     layouts = (*map(launch_layout, operands), ready_layout(ready))
     prepared = _prepared.get(layouts)
     if prepared is None:
         if len(_prepared) >= _MAX_PREPARED:
             _prepared.clear()
         strides = _Strides(steps[0], steps[1], steps[2], steps[3], own[0][1] if own else 0)
-        prepared = _prepared[layouts] = _prepare(*operands, ready, sources, strides)
-    prepared(*operands, ready)
+        prepared = _prepared[layouts] = _prepare(operands, ready, sources, strides)
+    prepared(operands, ready)
+
+
+class _Operands(NamedTuple):
+    out: torch.Tensor
+    x: torch.Tensor
+    w: torch.Tensor
+    offsets: torch.Tensor
+    order: torch.Tensor | None  # the index
+    own_rows: torch.Tensor | None
 
 
 class _Strides(NamedTuple):
@@ -356,17 +365,9 @@ class _Prepared:
     computing: tuple[int, Sequence[int], Mapping[str, Any]]
     described: tuple[tuple[Described, tuple[int, ...]], ...] | None
 
-    def __call__(
-        self,
-        out: torch.Tensor,
-        x: torch.Tensor,
-        w: torch.Tensor,
-        offsets: torch.Tensor,
-        index: torch.Tensor | None,
-        own_rows: torch.Tensor | None,
-        ready: ReadyFlags | None,
-    ) -> None:
+    def __call__(self, operands: _Operands, ready: ReadyFlags | None) -> None:
         """Launch the kernels on the current stream."""
+        out, x, w, offsets, index, own_rows = operands
         with launching(self.device):
             left = x
             if self.collected is not None and self.collecting is not None:
@@ -388,17 +389,8 @@ _MAX_PREPARED = 1024
 _prepared: dict[tuple[object, ...], _Prepared] = {}  # by the layouts of the operands
 
 
-def _prepare(
-    out: torch.Tensor,
-    x: torch.Tensor,
-    w: torch.Tensor,
-    offsets: torch.Tensor,
-    index: torch.Tensor | None,
-    own_rows: torch.Tensor | None,
-    ready: ReadyFlags | None,
-    sources: int,
-    strides: _Strides,
-) -> _Prepared:
+def _prepare(operands: _Operands, ready: ReadyFlags | None, sources: int, strides: _Strides) -> _Prepared:
+    out, x, w, offsets, index, own_rows = operands
     device = check_device(out=out, x=x, w=w, offsets=offsets, index=index, own_rows=own_rows)
     groups, rows, columns, tokens, K = len(w), *out.shape[-2:], *x.shape[-2:]
     tile = _tile(sources * rows // max(groups, 1), x.element_size())
