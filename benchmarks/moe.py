@@ -13,6 +13,7 @@ A row of the table is a part of a layer with M tokens on all ranks together, and
 The parts:
 
     alone      the grouped matmul of gate and up, on each rank without the others: hostir's Triton kernel
+    fp8        the same in fp8, with a scale for each row and for each column of each matrix; the result is bf16
     gather     all-gather of the tokens, and this matmul
     scatter    the grouped matmul of down, the weighted sum of each token's rows, and reduce-scatter of the sums
     layer      the layer after the router, forward: gather, gate and up, silu, down, weighted sum, scatter
@@ -21,13 +22,14 @@ The parts:
 
 The router's choices are drawn on the device. They are uniform, or half of all rows go to a tenth of the experts
 (`-skewed`). floor = max(the computation by torch, the collectives by NCCL one after another). For hostir, a call with
-`out=` of what `hi.compile` has chosen in its trial is scored; in the parts `alone` and `trained`, a call of the kernel
-and of the function.
+`out=` of what `hi.compile` has chosen in its trial is scored; in the parts `alone`, `fp8` and `trained`, a call of the
+kernel and of the function.
 
 The peers:
 
     NCCL + cuBLAS               a matmul for each expert; the host waits for the numbers of rows
-    NCCL + grouped_mm           torch._grouped_mm, in which the rows of all ranks are sorted by expert together
+    NCCL + grouped_mm           torch._grouped_mm, in which the rows of all ranks are sorted by expert together; in fp8
+                                torch._scaled_grouped_mm
     NCCL + grouped_mm compiled  the same, with torch.compile for the computation between the collectives; only on GPUs
     DTensor                     tokens and matrices are DTensors
 """
@@ -73,6 +75,7 @@ GROUPED, COMPILED_GROUPED, DTENSOR = "NCCL + grouped_mm", "NCCL + grouped_mm com
 EXPERTS = {"Mixtral": (8, 2), "Qwen3": (128, 8), "DeepSeek": (16, 2)}  # all experts, and the experts of a token
 SHARDED = {"x": 0, "h": 2, "first": 2, "gate": 2, "up": 2, "down": 1}  # axes of inputs of fusions
 SOME = 3  # experts, and hidden features of each, whose gradients are compared with float64
+FP8 = torch.float8_e4m3fn
 Grouped = Callable[[Tensor, Tensor, Tensor], Tensor]  # (rows [S, K], matrices [E, K, N], offsets [E + 1]) -> [S, N]
 
 
@@ -473,12 +476,20 @@ class Gathered(Mixture):
 
     def judge(self) -> Judge:
         sample = torch.randint(self.chosen.numel(), (SAMPLE,), device=self.device).unique()
-        numbers, rows = self.chosen.flatten()[sample], self.tokens[sample // self.each].double()
+        numbers, rows = self.chosen.flatten()[sample], self.exact_rows(sample // self.each)
         exact = rows.new_empty(len(sample), 2 * self.row.N)
         for expert in numbers.unique().tolist():
-            exact[numbers == expert] = rows[numbers == expert] @ self.first[expert].double()
+            exact[numbers == expert] = rows[numbers == expert] @ self.exact_matrix(expert)
         unfused, *others = map(self.in_pieces, self.pieces)
         return RowsJudge(self, sample, exact, unfused, others)
+
+    def exact_rows(self, tokens: Tensor) -> Tensor:
+        """Return the rows of tokens in float64, as the matmul reads them."""
+        return self.tokens[tokens].double()
+
+    def exact_matrix(self, expert: int) -> Tensor:
+        """Return the matrix of an expert in float64, as the matmul reads it."""
+        return self.first[expert].double()
 
 
 class RowsJudge(Judge):
@@ -515,6 +526,11 @@ class Alone(Gathered):
     def compute(self, grouped: Grouped) -> Any:
         return grouped(self.rows, self.first, self.together.offsets)
 
+    @property
+    def kernel_operands(self) -> tuple[Tensor | None, ...]:
+        """The operands of hostir's kernel."""
+        return self.rows, self.first, self.together.offsets
+
     def peers(self) -> Mapping[str, Callable[[], Any]]:
         return {name: call for name, call in super().peers().items() if name in (BY_HAND, GROUPED)}
 
@@ -522,13 +538,79 @@ class Alone(Gathered):
         yield from self.peers_in(modes)
         family = "triton" if self.on_gpu else "aten"
         kernel, out = kernel_table(family, self.device.type)["grouped_matmul"], self.products.flatten(0, 1)
+        operands = self.kernel_operands
 
         def call() -> Tensor:
-            kernel(out, self.rows, self.first, self.together.offsets)
+            kernel(out, *operands)
             return out
 
         name = f"{HOSTIR} {family}"
         yield from (Entrant(name, mode, partial(ours, name, mode, call)) for mode in modes)
+
+
+def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rows in fp8, and the scale of each row."""
+    limit = torch.finfo(FP8).max
+    scales = (x.float().abs().amax(-1, keepdim=True) / limit).clamp_min(2.0**-126)
+    return (x.float() / scales).clamp(-limit, limit).to(FP8), scales
+
+
+class AloneInFp8(Alone):
+    """The same in fp8. Rows and matrices are quantized before.
+
+    Fields:
+        narrow: the rows and the matrices in fp8. The columns of the matrices are contiguous.
+        scales: the scales of the rows and of the columns.
+    """
+
+    def renew(self) -> None:
+        super().renew()
+        (rows, of_rows), (columns, of_columns) = quantized(self.rows), quantized(self.first.mT.contiguous())
+        operands = rows, columns, of_rows, of_columns
+        if not hasattr(self, "scales"):
+            self.narrow, self.scales = (rows, columns.mT), (of_rows, of_columns.mT)
+        for old, new in zip((self.narrow[0], self.narrow[1].mT, *self.scales), operands, strict=True):
+            old.view(new.shape).copy_(new)
+
+    @property
+    def kernel_operands(self) -> tuple[Tensor | None, ...]:
+        return *self.narrow, self.together.offsets, None, *self.scales
+
+    def compute(self, grouped: Grouped) -> Any:
+        return IN_FP8[grouped](*self.narrow, *self.scales, self.together.offsets)
+
+    def piece(self, rows: Tensor, route: Route, weights: Tensor) -> Tensor:
+        narrow, scales = quantized(rows[route.order])
+        return route.by_token(scaled_one_by_one(narrow, self.narrow[1], scales, self.scales[1], route.offsets))
+
+    def exact_rows(self, tokens: Tensor) -> Tensor:
+        narrow, scales = quantized(self.tokens[tokens])
+        return narrow.double() * scales
+
+    def exact_matrix(self, expert: int) -> Tensor:
+        return self.narrow[1][expert].double() * self.scales[1][expert]
+
+
+def scaled_one_by_one(rows: Tensor, matrices: Tensor, of_rows: Tensor, of_columns: Tensor, offsets: Tensor) -> Tensor:
+    """Return each row times the matrix of its expert in fp8, with a matmul for each expert; on CPUs computed in f32."""
+    begins, parts = offsets.tolist(), []
+    for i, j, w, s in zip(begins, begins[1:], matrices, of_columns, strict=False):
+        if not rows.is_cuda:
+            parts.append(((rows[i:j].float() @ w.float()) * of_rows[i:j] * s).bfloat16())
+        elif i < j:
+            parts.append(torch._scaled_mm(rows[i:j], w, of_rows[i:j], s, out_dtype=torch.bfloat16))
+    return torch.cat(parts)
+
+
+def scaled_by_torch(rows: Tensor, matrices: Tensor, of_rows: Tensor, of_columns: Tensor, offsets: Tensor) -> Tensor:
+    """Return the same by torch's operator; on CPUs as `scaled_one_by_one`."""
+    if not rows.is_cuda:
+        return scaled_one_by_one(rows, matrices, of_rows, of_columns, offsets)
+    scales = of_rows[:, 0], of_columns[:, 0]
+    return torch._scaled_grouped_mm(rows, matrices, *scales, offs=offsets[1:], out_dtype=torch.bfloat16)
+
+
+IN_FP8: Mapping[Grouped, Callable[..., Tensor]] = {one_by_one: scaled_one_by_one, by_torch: scaled_by_torch}
 
 
 class Scattered(Mixture):
@@ -774,6 +856,7 @@ class MixtureJudge(Judge):
 
 PARTS: Mapping[str, type[Mixture]] = {
     "alone": Alone,
+    "fp8": AloneInFp8,
     "gather": Gathered,
     "scatter": Scattered,
     "layer": Layer,

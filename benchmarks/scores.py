@@ -80,6 +80,7 @@ MOE_FACTORS = {
     "layer": (1.15, 1.40),
     "trained": (1.05, 1.25),
     "alone": (0.95, 1.05),
+    "fp8": (0.95, 1.05),
 }
 FEW = (1, 16, 64, 128, 512)  # numbers of rows
 DECODED = (1, 16, 64)

@@ -517,7 +517,36 @@ def moe_layer(
     return fusion
 
 
-EXPERTS = (batched_mlp, expert_mlp, moe_layer)  # mixture of experts
+def moe_layer_fp8(
+    ranks: int = 4, S: int = 2, M: int = 32, K: int = 64, H: int = 128, dtype: str = "f32", experts: int = 8, k: int = 2
+) -> hi.Fusion:
+    """`moe_layer` with tokens in fp8, which are gathered with their scales. `gate` and `up` are fp8, too."""
+    with hi.Fusion("moe_layer_fp8") as fusion:
+        x, scale_x = hi.tensor("x", [S, ranks, M, K], "f8e4m3"), hi.tensor("scale_x", [S, ranks, M, 1], "f32")
+        order = hi.tensor("order", [S, ranks, f"{k}*{M}"], "i32")
+        offsets = hi.tensor("offsets", [S, ranks, experts + 1], "i32")
+        back, weights = hi.tensor("back", [S, ranks, M, k], "i32"), hi.tensor("weights", [S, ranks, M, k], dtype)
+        gate, up = hi.tensor("gate", [experts, K, H], "f8e4m3"), hi.tensor("up", [experts, K, H], "f8e4m3")
+        scale_gate, scale_up = (hi.tensor(f"scale_{name}", [experts, 1, H], "f32") for name in ("gate", "up"))
+        down = hi.tensor("down", [experts, H, K], dtype)
+        rows, scales = hi.permute_rows(x, order), hi.permute_rows(scale_x, order)
+        g = hi.grouped_matmul(rows, gate, offsets, scales, scale_gate, dtype)
+        u = hi.grouped_matmul(rows, up, offsets, scales, scale_up, dtype)
+        y = hi.combine_rows(hi.grouped_matmul(hi.silu(g) * u, down, offsets), back, weights)
+        fusion.output(y)
+    mesh = hi.DeviceMesh(range(ranks))
+    for t in (x, scale_x, order, offsets, back, weights, y):
+        t.shard(1, mesh)
+    for t in (gate, up, scale_gate, scale_up):
+        t.shard(2, mesh)
+    down.shard(1, mesh)
+    for t in (rows, scales):
+        t.set_device_mesh(mesh)
+    y.axis(0).parallelize(Stream)
+    return fusion
+
+
+EXPERTS = (batched_mlp, expert_mlp, moe_layer, moe_layer_fp8)  # mixture of experts
 
 
 def _scale_shapes(scales: str, rows: list[int], K: int, N: int) -> tuple[list[int], list[int]]:

@@ -270,7 +270,7 @@ class Registers:
             return Gemm(out[-2], out[-1], k, dtype, batches=batches, matrices=count)
         rows = batches * out[-2]
         height = grouped_tile(rows // count, self.unrolled.dtypes[layouts[x].buffer].bytes).m
-        collects = any(index != NONE for index in op.operands[3:])  # and if one kernel waits for rows: see `by_tiles`
+        collects = any(index != NONE for index in op.operands[3:4])  # and if one kernel waits for rows: see `by_tiles`
         collects = collects or collecting_pays(batches, count, rows, out[-1], height)
         groups = count if collects else count * batches  # tiles span the sources of a group if its rows are collected
         mean = max(-(-rows // groups), 1)
@@ -324,7 +324,7 @@ class Registers:
         name = self.unrolled.dtypes[layouts[a].buffer].name
         if name not in FP8:
             return name
-        return "f8" if op.options["fast"] and layouts[scales[0]].shape[-1] == 1 else "f8s"
+        return "f8" if op.options.get("fast") and layouts[scales[0]].shape[-1] == 1 else "f8s"
 
 
 class RankTasks:
@@ -426,7 +426,8 @@ class RankTasks:
         task = self.issue(op.stream, work, launch="matmul" if contracts else "compute")
         if isinstance(work, Gemm):
             layouts = self.unrolled.layouts
-            adds = any(layouts[register] == layouts[op.out] for register in op.operands[2:])
+            others = [layouts[register] for register in op.operands[2:] if register != NONE]
+            adds = layouts[op.out] in others
             task.added = adds * self.registers.bytes[op.out]
             task.cached = self.reads_l2(layouts[op.operands[1]], right_bytes(work))
         if ready is not None:

@@ -115,7 +115,14 @@ def scaled_matmul(
     )
 
 
-def grouped_matmul(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
+def grouped_matmul(
+    x: Tensor,
+    w: Tensor,
+    offsets: Tensor,
+    scale_x: Tensor | None = None,
+    scale_w: Tensor | None = None,
+    dtype: Any = None,
+) -> Tensor:
     """Return the products of rows in groups with a matrix for each group, as in a mixture of experts.
 
     Row t of the result is `x[t] @ w[e]` for `offsets[e] <= t < offsets[e + 1]`. Rows of no group become 0. The shapes
@@ -124,9 +131,30 @@ def grouped_matmul(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
 
     Offsets are `i32` or `i64`, do not decrease, and lie between 0 and T. They are read on the device, when the kernel
     runs. Raises HostIRError if the shapes or dtypes do not fit.
+
+    Operands in fp8 need scales in f32: `scale_x[..., T, 1]`, one for each row, and `scale_w[E, 1, N]`, one for each
+    column of each matrix. They multiply the sums. If K is sharded, all ranks have the same scales.
+
+    Args:
+        x: the rows, group after group.
+        w: the matrices. In fp8, their columns should be contiguous in memory on GPUs, as in the transposes of
+            contiguous `[N, K]` matrices.
+        offsets: the first row of each group, and the end of the last one.
+        scale_x, scale_w: the scales of fp8 operands.
+        dtype: the dtype of the result of fp8 operands: `bf16` (the default), `f16` or `f32`.
     """
     span = user_span()
-    return apply(expert_ops.GroupedMatmul, x=operand(x, span), w=operand(w, span), offsets=operand(offsets, span))
+    operands: dict[str, Any] = {"x": operand(x, span), "w": operand(w, span), "offsets": operand(offsets, span)}
+    if scale_x is None and scale_w is None:
+        if dtype is not None:
+            hint = "hi.cast converts the result"
+            raise error("a product without scales has the dtype of its operands", span, expected="no dtype", hint=hint)
+        return apply(expert_ops.GroupedMatmul, **operands)
+    if scale_x is None or scale_w is None:
+        missing = "scale_x" if scale_x is None else "scale_w"
+        raise error(f"{missing} is missing", span, expected="both scales, or none")
+    operands |= {"scale_x": operand(scale_x, span), "scale_w": operand(scale_w, span)}
+    return apply(expert_ops.GroupedMatmul, **operands, dtype=dtype_name(dtype or "bf16"))
 
 
 def grouped_outer(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:

@@ -10,18 +10,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from hostir.ir.op import IndexOperand, Phase, Read, ReadIf, Value, statement
+from hostir.ir.op import IndexOperand, Name, Phase, Read, ReadIf, Value, statement
+from hostir.ir.scaled_ops import fp8_result, require_f32
 from hostir.ir.sharding import ALONE, CONTRACTED, Map
-from hostir.ir.sizes import Division, Size, product
+from hostir.ir.sizes import ONE, Division, Size, product
 from hostir.ir.tensor_ops import BY_BLOCKS, ByBlocks, TensorOp, check_equal_terms, same_dtype
-from hostir.ir.types import DType, TensorType
+from hostir.ir.types import FP8, DType, TensorType
 
 if TYPE_CHECKING:
     from hostir.ir.machine import Frame, Ready
 
 ROWS = "<? rows {index}?>"
+SCALED = "<? scaled {scale_x}, {scale_w} to {dtype}?>"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -78,18 +80,29 @@ class GroupedMatmul(ByBlocks, GroupedProduct):
     index is `[..., S]`, in i32 or i64, from 0 to T - 1. Groups then consist of these S rows, and the result is
     `[..., S, N]`.
 
+    With `scaled %scale_x, %scale_w to dtype`, the operands are fp8, and the sums are multiplied by `scale_x[t]` and
+    `scale_w[e, n]`. The scales are f32, of the shapes `[..., T, 1]` and `[E, 1, N]`. The result is bf16, f16 or f32.
+    `rows %index` applies to the scales of the rows, too.
+
     With `ready %flags >= epoch from first`, the indices of the leading axes are sources, and they are split into equal
     blocks, one for each flag. The kernel computes a block after the block's flag has reached the epoch, as in `matmul`.
-    It reads all offsets and the index when it starts, before it waits. `own` is as in `matmul`. It raises no flags.
+    The flag says that the block's scales are ready, too. The kernel reads all offsets and the index when it starts,
+    before it waits. `own` is as in `matmul`. It raises no flags.
 
     Example: %y: bf16[64, 32] = grouped_matmul %x: bf16[64, 16], %w: bf16[4, 16, 32] by %offsets: i32[5]
     """
 
-    syntax = f"grouped_matmul {{x}}, {{w}} by {{offsets}}{ROWS} -> {{out}}{BY_BLOCKS}"
+    syntax = f"grouped_matmul {{x}}, {{w}} by {{offsets}}{ROWS}{SCALED} -> {{out}}{BY_BLOCKS}"
+    takes_fp8: ClassVar[bool] = True
+    followers: ClassVar[frozenset[str]] = frozenset({"scale_x", "scale_w"})
+
     x: Read
     w: Read
     offsets: Read
     index: ReadIf = field(default=None, kw_only=True)
+    scale_x: ReadIf = field(default=None, kw_only=True)
+    scale_w: ReadIf = field(default=None, kw_only=True)
+    dtype: Name = field(default="", kw_only=True)
 
     @classmethod
     def form(cls, phase: Phase) -> str:
@@ -114,8 +127,18 @@ class GroupedMatmul(ByBlocks, GroupedProduct):
         return self.x
 
     @property
+    def scale_of_rows(self) -> Value | None:
+        return self.scale_x
+
+    @property
     def along(self) -> tuple[int, ...]:
-        return (2,) if self.index is None else (2, 3)
+        return tuple(n for n, x in enumerate((self.offsets, self.index, self.scale_x), 2) if x is not None)
+
+    def rows_in_blocks(self) -> tuple[Value, ...]:
+        return (*super().rows_in_blocks(), *(() if self.scale_x is None else (self.scale_x,)))
+
+    def options(self) -> dict[str, Any]:
+        return {n: x for n, x in super().options().items() if n != "dtype"}
 
     def verify(self) -> None:
         super().verify()
@@ -140,10 +163,10 @@ class GroupedMatmul(ByBlocks, GroupedProduct):
             raise self.fail(
                 f"{ready.blocks} flags do not divide the {prod(lead)} sources of {self.x}", expected=expected
             )
-        return replace(ready, sources=len(lead), early=self.along)
+        return replace(ready, sources=len(lead), early=(2,) if self.index is None else (2, 3))
 
     def result(self) -> tuple[DType, tuple[Size, ...]]:
-        dtype, groups = same_dtype(self, [self.x, self.w]), self.groups()
+        dtype, groups = self._dtype(), self.groups()
         if len(self.w.tensor.axes) != 3 or self.w.tensor.shape[0] != Size(groups):
             raise self.fail(
                 f"{self.w} is {self.w.type}, and {self.offsets} has the offsets of {groups} groups",
@@ -154,14 +177,35 @@ class GroupedMatmul(ByBlocks, GroupedProduct):
         if self.index is not None and self.index.tensor.shape != (*lead, self.groupable):
             names = ", ".join([*map(str, lead), "S"])
             raise self.fail(f"{self.index} is {self.index.type}, and {self.x} is {self.x.type}", expected=f"[{names}]")
-        return dtype, (*lead, self.groupable, self.w.tensor.shape[2])
+        columns = self.w.tensor.shape[2]
+        for scale, x, shape in (
+            (self.scale_x, self.x, (*self.x.tensor.shape[:-1], ONE)),
+            (self.scale_w, self.w, (Size(groups), ONE, columns)),
+        ):
+            if scale is not None and scale.tensor.shape != shape:
+                expected = f"f32[{', '.join(map(str, shape))}], a scale for each {'row' if x is self.x else 'column'}"
+                raise self.fail(f"{scale}: {scale.tensor} is not a scale of {x}: {x.tensor}", expected=expected)
+        return dtype, (*lead, self.groupable, columns)
+
+    def _dtype(self) -> DType:
+        """Return the dtype of the result. Raise if the dtypes of the operands do not fit each other."""
+        if self.scale_x is not None and self.scale_w is not None:
+            for scale in (self.scale_x, self.scale_w):
+                require_f32(self, scale)
+            return fp8_result(self, (self.x, self.w), self.dtype)
+        dtype = same_dtype(self, [self.x, self.w])
+        if dtype.name in FP8:
+            hint = "write 'scaled %scale_x, %scale_w to bf16', or pass scale_x and scale_w in Python"
+            raise self.fail(f"{self.x} and {self.w} are {dtype}, and have no scales", hint=hint)
+        return dtype
 
     def maps(self) -> tuple[Map, ...]:
         sources = range(len(self.x.tensor.axes) - 2)
         columns = len(sources) + 1
         by_source = (*sources, ALONE)
-        maps = (*sources, ALONE, CONTRACTED), (ALONE, CONTRACTED, columns), by_source, by_source
-        return maps[: len(self.operands)]
+        index = () if self.index is None else (by_source,)
+        scales = () if self.scale_x is None else ((*sources, ALONE, ALONE), (ALONE, ALONE, columns))
+        return ((*sources, ALONE, CONTRACTED), (ALONE, CONTRACTED, columns), by_source, *index, *scales)
 
     @property
     def right_side(self) -> tuple[Value, int]:
@@ -297,6 +341,8 @@ class PermuteRows(RowsByIndex):
     """
 
     syntax = "permute_rows {x} by {index} -> {out}"
+    takes_fp8: ClassVar[bool] = True
+
     x: Read
     index: Read
 

@@ -24,7 +24,8 @@ def _shown(shape: Shape) -> str:
     return f"f32[{', '.join(map(str, shape))}]"
 
 
-def _require_f32(op: TensorOp, scale: Value) -> None:
+def require_f32(op: TensorOp, scale: Value) -> None:
+    """Raise unless a scale is f32."""
     if scale.tensor.dtype != F32:
         raise op.fail(f"the scale {scale} is {scale.tensor.dtype}", expected="scales in f32")
 
@@ -35,6 +36,23 @@ def _fp8_named(op: TensorOp, name: str) -> DType:
         expected, hint = f"one of: {', '.join(FP8)}", did_you_mean(name, FP8)
         raise op.fail(f"'{name}' is not an fp8 dtype", expected=expected, hint=hint)
     return FP8[name]
+
+
+def fp8_result(op: TensorOp, operands: Sequence[Value], name: str) -> DType:
+    """Return the dtype with this name, of a product. Raise if an operand is not fp8, or if the result cannot be it."""
+    for x in operands:
+        if x.tensor.dtype.name not in FP8:
+            raise op.fail(
+                f"{x} is {x.tensor.dtype}",
+                expected=f"operands in {' or '.join(FP8)}",
+                hint="hi.quantize makes fp8 tensors and scales in Python; products of wider dtypes have no scales",
+            )
+    if name not in RESULTS:
+        hint = did_you_mean(name, RESULTS)
+        if name in FP8:
+            hint = "write the product to bf16, then quantize it: its scales are not known before"
+        raise op.fail(f"a product of fp8 matrices is not '{name}'", expected=f"one of: {', '.join(RESULTS)}", hint=hint)
+    return DTYPES[name]
 
 
 class Scaling(Enum):
@@ -66,7 +84,7 @@ class OperandScales:
     def verify(self, op: TensorOp) -> None:
         """Raise if the scales do not fit the operands, or if the two scales have different granularities."""
         for scale in (self.of_a, self.of_b):
-            _require_f32(op, scale)
+            require_f32(op, scale)
         if self.scaling is not None:
             return
         a, b, K = self.of_a.tensor.shape, self.of_b.tensor.shape, self.a.tensor.shape[-1]
@@ -177,25 +195,11 @@ class ScaledMatmul(Contraction):
     accumulate: Name = field(default="", kw_only=True)
 
     def result(self) -> tuple[DType, tuple[Size, ...]]:
-        for x in (self.a, self.b):
-            if x.tensor.dtype.name not in FP8:
-                raise self.fail(
-                    f"{x} is {x.tensor.dtype}",
-                    expected=f"operands in {' or '.join(FP8)}",
-                    hint="hi.quantize makes fp8 tensors and their scales; matmul multiplies the wider dtypes",
-                )
+        dtype, n = fp8_result(self, (self.a, self.b), self.dtype), self.b.tensor.shape[-1]
         check_contracted(self, self.a, self.b, 0)
-        if self.dtype not in RESULTS:
-            hint = did_you_mean(self.dtype, RESULTS)
-            if self.dtype in FP8:
-                hint = "write the product to bf16, then quantize it: its scales are not known before"
-            raise self.fail(
-                f"a product of fp8 matrices is not '{self.dtype}'", expected=f"one of: {', '.join(RESULTS)}", hint=hint
-            )
         if self.accumulate not in ("", "fast"):
             raise self.fail(f"it cannot accumulate '{self.accumulate}'", expected="'accumulate fast', or neither word")
         self.scales.verify(self)
-        dtype, n = DTYPES[self.dtype], self.b.tensor.shape[1]
         if self.bias is not None and (self.bias.tensor.shape != (n,) or self.bias.tensor.dtype != dtype):
             raise self.fail(f"the bias {self.bias} is {self.bias.type}", expected=f"{dtype}[{n}]")
         return dtype, (*self.a.tensor.shape[:-1], n)
@@ -259,6 +263,10 @@ class ScaledMatmul(Contraction):
     def rows_in_blocks(self) -> tuple[Value, ...]:
         scales = () if self.scaling is Scaling.TENSOR else (self.scale_a,)
         return (self.rows, self.out, *scales)
+
+    @property
+    def scale_of_rows(self) -> Value | None:
+        return None if self.scaling is Scaling.TENSOR else self.scale_a
 
     @property
     def along(self) -> tuple[int, ...]:
@@ -350,7 +358,7 @@ class Quantize(TensorOp):
         dtype, shape, scale = _fp8_named(self, self.dtype), self.x.tensor.shape, self.scale.tensor.shape
         if self.x.tensor.dtype.name in FP8:
             raise self.fail(f"{self.x} is {self.x.tensor.dtype} already", expected="a tensor in f64, f32, f16 or bf16")
-        _require_f32(self, self.scale)
+        require_f32(self, self.scale)
         if len(scale) != len(shape) or not shape or not self._fits():
             ones = ", ".join("1" for _ in shape)
             rows = _shown((*shape[:-1], ONE))

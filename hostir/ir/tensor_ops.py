@@ -295,6 +295,11 @@ class ByBlocks(TensorOp):
         return self.rows, self.out
 
     @property
+    def scale_of_rows(self) -> Value | None:
+        """The operand with a scale for each row of the operand `rows`; None if there is no such operand."""
+        return None
+
+    @property
     def along(self) -> tuple[int, ...]:
         """The positions of operands with the same rows as the operand `rows`.
 

@@ -106,29 +106,42 @@ def batched_matmul(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def grouped_matmul(
-    out: torch.Tensor, x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, index: torch.Tensor | None = None
+    out: torch.Tensor,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    offsets: torch.Tensor,
+    index: torch.Tensor | None = None,
+    scale_x: torch.Tensor | None = None,
+    scale_w: torch.Tensor | None = None,
 ) -> None:
     """`out[..., t, :] = x[..., t, :] @ w[e]` for the rows t of group e; rows of no group become 0; rounded once.
 
-    With `index`, the rows are `x[..., index[..., t], :]`, as `permute_rows` orders them.
+    With `index`, the rows are `x[..., index[..., t], :]`, as `permute_rows` orders them. Operands in fp8 have scales:
+    `scale_x[..., T, 1]`, which the index orders, too, and `scale_w[E, 1, N]`.
     `torch._grouped_mm` computes it if it supports the operands. Otherwise there is one product for each group, and the
     host waits for the offsets. Raises HostIRError for offsets that decrease or lie outside the rows, except if
     `torch._grouped_mm` computes the result: it limits such offsets to the rows.
     """
     if index is not None:
-        x = _rows_at(x, valid_index(index, x.shape[-2]))
+        index = valid_index(index, x.shape[-2])
+        x, scale_x = _rows_at(x, index), None if scale_x is None else _rows_at(scale_x, index)
     if offsets.ndim > 1:
-        for out_part, x_part, offsets_part in zip(out, x, offsets, strict=True):
-            grouped_matmul(out_part, x_part, w, offsets_part)
-    elif takes_grouped(out, x, w):
+        scales = itertools.repeat(None, len(out)) if scale_x is None else scale_x
+        for out_part, x_part, offsets_part, scale in zip(out, x, offsets, scales, strict=True):
+            grouped_matmul(out_part, x_part, w, offsets_part, None, scale, scale_w)
+    elif scale_x is None and takes_grouped(out, x, w):
         grouped_by_library(out, x, w, offsets)
     else:
         begins = valid_offsets(offsets, len(x))
         out[: begins[0]].zero_()
         out[begins[-1] :].zero_()
-        for matrix, (begin, end) in zip(w, itertools.pairwise(begins), strict=True):
-            if begin < end:
-                matmul(out[begin:end], x[begin:end], matrix)
+        for group, (begin, end) in enumerate(itertools.pairwise(begins)):
+            if begin == end:
+                continue
+            if scale_x is None or scale_w is None:
+                matmul(out[begin:end], x[begin:end], w[group])
+            else:
+                scaled_matmul(out[begin:end], x[begin:end], w[group], scale_x[begin:end], scale_w[group])
 
 
 def grouped_outer(
@@ -187,6 +200,8 @@ def combine_rows(out: torch.Tensor, y: torch.Tensor, index: torch.Tensor, weight
 
 def _rows_at(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Return `x[..., index[..., s], :]` for each s."""
+    if x.dtype in FP8.values():  # torch has no kernels for these
+        return _rows_at(x.view(torch.uint8), index).view(x.dtype)
     if x.ndim == 2:
         return x.index_select(0, index)
     return x.gather(-2, index[..., None].expand(*index.shape, x.shape[-1]))

@@ -334,21 +334,21 @@ BY_ROWS: Mapping[str, Kernel] = {
 
 
 def _grouped_matmul(
-    out: torch.Tensor, x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, index: torch.Tensor | None = None
+    out: torch.Tensor, x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, *others: torch.Tensor | None
 ) -> None:
     from hostir.kernels.grouped import grouped_matmul  # loads Triton: only where it is used
 
-    grouped_matmul(out, x, w, offsets, index)
+    grouped_matmul(out, x, w, offsets, *others)
 
 
 def grouped_matmul_of_either(
-    out: torch.Tensor, x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, index: torch.Tensor | None = None
+    out: torch.Tensor, x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, *others: torch.Tensor | None
 ) -> None:
     """Compute a grouped matmul by `torch._grouped_mm` if it supports the operands, else in Triton."""
     from hostir.kernels.devices import only_loads  # loads Triton: only where it is used
 
-    if index is not None or offsets.ndim > 1 or not takes_grouped(out, x, w):
-        _grouped_matmul(out, x, w, offsets, index)
+    if others or offsets.ndim > 1 or not takes_grouped(out, x, w):
+        _grouped_matmul(out, x, w, offsets, *others)
     elif not only_loads():
         grouped_by_library(out, x, w, offsets)
 
@@ -358,8 +358,7 @@ def grouped_matmul_by_blocks(
     x: torch.Tensor,
     w: torch.Tensor,
     offsets: torch.Tensor,
-    index: torch.Tensor | None = None,
-    *,
+    *others: torch.Tensor | None,
     ready: ReadyFlags,
     done: DoneFlags | None = None,
     own_rows: torch.Tensor | None = None,
@@ -368,7 +367,7 @@ def grouped_matmul_by_blocks(
     from hostir.kernels import grouped  # loads Triton: only where it is used
 
     assert done is None
-    grouped.grouped_matmul_by_blocks(out, x, w, offsets, index, ready=ready, own_rows=own_rows)
+    grouped.grouped_matmul_by_blocks(out, x, w, offsets, *others, ready=ready, own_rows=own_rows)
 
 
 def _grouped_outer(

@@ -33,6 +33,7 @@ from hostir.kernels.matmul.operands import DTYPES, Described
 from hostir.kernels.matmul.tiles import collecting_pays, grouped_tile
 
 MAX_SOURCES = 64  # of one launch: for each row, a tile looks for the source among all
+MIN_GROUPS = 16  # Triton 3.6 cannot add up fewer groups than a thread loads elements
 MAX_INTERVALS = 4096  # of sources and groups in one launch, before the groups are rounded up to a power of 2
 
 # A unit of the kernel that collects rows, and its options.
@@ -58,7 +59,7 @@ def rows_of(offsets, source_step, step, source, group, groups, rows):
 
 @triton.jit
 def dot(x, y, acc):
-    """Return `x @ y + acc`, in f32 without rounding of f32 operands."""
+    """Return `x @ y + acc`, in f32 without rounding of f32 operands. `acc` may be None."""
     if _INTERPRETED:
         return tl.dot(to_float32(x), to_float32(y), acc, input_precision="ieee")
     else:
@@ -188,6 +189,9 @@ def _grouped_matmul_kernel(
     w,  # likewise
     offsets,
     out,
+    index,  # with INDEX, for the scales of rows: as in _collect_rows_kernel
+    scale_x,  # with SCALED
+    scale_w,
     sources,
     groups,
     first,
@@ -206,6 +210,12 @@ def _grouped_matmul_kernel(
     out_source,
     out_row,
     out_column,
+    index_source,
+    index_step,
+    scale_x_source,
+    scale_x_row,
+    scale_w_group,
+    scale_w_column,
     SOURCES: tl.constexpr,  # sources, and groups + 2, rounded up to powers of 2
     GROUPS: tl.constexpr,
     BM: tl.constexpr,
@@ -214,10 +224,13 @@ def _grouped_matmul_kernel(
     DESCRIPTORS: tl.constexpr,
     W_IS_NK: tl.constexpr,  # True if the descriptor of w describes the transposed matrices
     COLLECTED: tl.constexpr,  # True if `left` is by _collect_rows_kernel; else it has the rows of all sources
+    INDEX: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     """Compute this program's tiles. Tiles go down the rows of an interval, then right, so that matrices stay in L2.
 
-    With COLLECTED, an interval has the rows of a group. Else it has the rows of a group in one source.
+    With COLLECTED, an interval has the rows of a group. Else it has the rows of a group in one source. With SCALED,
+    the products of each step along K are added to the others in f32: tensor cores add up products of fp8 in fewer bits.
     """
     of = RowGroups(offsets, offsets_source, offsets_step, sources, first, groups, rows)
     turns, group_index, width = tl.arange(0, SOURCES), tl.arange(0, GROUPS), tl.cdiv(N, BN)
@@ -274,7 +287,19 @@ def _grouped_matmul_kernel(
                 a = tl.load(lines + far[None, :] * left_column, mask=inside[:, None] & in_k[None, :], other=0.0)
                 columns = w + matrix.to(tl.int64) * w_group + column * w_column
                 b = tl.load(columns + far[:, None] * w_row, mask=in_columns & in_k[:, None], other=0.0)
-            acc = dot(a, b, acc)
+            if SCALED:
+                acc += dot(a, b, None)
+            else:
+                acc = dot(a, b, acc)
+        if SCALED:
+            token = row.to(tl.int64)
+            if INDEX:
+                token = tl.load(index + source * index_source + token * index_step, mask=inside, other=0).to(tl.int64)
+                token = tl.minimum(tl.maximum(token, 0), tokens - 1)
+            computed = inside & is_computed  # the results of other rows are 0, whatever the scales are
+            of_rows = tl.load(scale_x + source * scale_x_source + token * scale_x_row, mask=computed, other=0.0)
+            of_columns = scale_w + matrix.to(tl.int64) * scale_w_group + column * scale_w_column
+            acc *= of_rows[:, None] * tl.load(of_columns, mask=in_columns & is_computed, other=0.0)
         at = (out + source * out_source + row.to(tl.int64) * out_row)[:, None] + column * out_column
         tl.store(at, from_float32(acc, out.dtype.element_ty), mask=inside[:, None] & in_columns)
 
@@ -285,13 +310,16 @@ def grouped_matmul(
     w: torch.Tensor,
     offsets: torch.Tensor,
     index: torch.Tensor | None = None,
+    scale_x: torch.Tensor | None = None,
+    scale_w: torch.Tensor | None = None,
     *,
     ready: ReadyFlags | None = None,
     own_rows: torch.Tensor | None = None,
 ) -> None:
     """Compute `out[..., t, :] = x[..., t, :] @ w[e]` for the rows t of group e in Triton, in f32, rounded once.
 
-    With `index`, the rows are `x[..., index[..., t], :]`. Rows of no group become 0. Offsets that decrease or lie
+    With `index`, the rows are `x[..., index[..., t], :]`. Operands in fp8 have scales: `scale_x[..., T, 1]`, which the
+    index orders, too, and `scale_w[E, 1, N]`. Rows of no group become 0. Offsets that decrease or lie
     outside the rows, and indices outside the rows of `x`, are limited to the rows, so that nothing outside is accessed.
     After such offsets, the results of some rows are undefined: see `hostir.kernels.misfits` for their error. ATen
     computes the result instead if Triton's kernels do not take the dtype (such as f64).
@@ -300,17 +328,20 @@ def grouped_matmul(
     `own_rows` are then the rows of block `ready.first`, which needs no flag. All offsets and indices are there at the
     start. Raises ValueError if the flags do not split the sources evenly, or if the leading axes do not merge.
     """
-    if ready is None and (x.dtype not in DTYPES or w.dtype != x.dtype or out.dtype != x.dtype):
-        aten.grouped_matmul(out, x, w, offsets, index)
+    takes = x.dtype == w.dtype == out.dtype in DTYPES if scale_x is None else out.dtype in DTYPES
+    if ready is None and not takes:
+        aten.grouped_matmul(out, x, w, offsets, index, scale_x, scale_w)
         return
-    by_source = offsets if index is None else index
-    lead = collapse(x.shape[:-2], x.stride()[:-2], out.stride()[:-2], offsets.stride()[:-1], by_source.stride()[:-1])
-    sources, *steps = lead[0] if lead else (1, 0, 0, 0, 0)
+    numbers, factors = offsets if index is None else index, x if scale_x is None else scale_x
+    leading = x.stride()[:-2], out.stride()[:-2], offsets.stride()[:-1], numbers.stride()[:-1], factors.stride()[:-2]
+    lead = collapse(x.shape[:-2], *leading)
+    sources, *steps = lead[0] if lead else (1, 0, 0, 0, 0, 0)
     groups = len(w)
     own = collapse(own_rows.shape[:-2], own_rows.stride()[:-2]) if own_rows is not None else []
     if ready is None and (len(lead) > 1 or (x.ndim > 2 and not _in_one_launch(sources, groups))):
         for n, (out_part, x_part, begins) in enumerate(zip(out, x, offsets, strict=True)):
-            grouped_matmul(out_part, x_part, w, begins, None if index is None else index[n])
+            scale = None if scale_x is None else scale_x[n]
+            grouped_matmul(out_part, x_part, w, begins, None if index is None else index[n], scale, scale_w)
         return
     if ready is None and not out.numel():
         return
@@ -318,13 +349,13 @@ def grouped_matmul(
         raise ValueError(f"own rows with columns of stride {own_rows.stride(-1)}, and rows with {x.stride(-1)}")
     if ready is not None and (not out.numel() or sources % len(ready.flags) or len(own) > 1 or len(lead) > 1):
         raise ValueError(f"{len(ready.flags)} flags for {sources} sources of {x.shape[-2]} rows")
-    operands = _Operands(out, x, w, offsets, index, own_rows)
+    operands = _Operands(out, x, w, offsets, index, scale_x, scale_w, own_rows)
     layouts = (*map(launch_layout, operands), ready_layout(ready))
     prepared = _prepared.get(layouts)
     if prepared is None:
         if len(_prepared) >= _MAX_PREPARED:
             _prepared.clear()
-        strides = _Strides(steps[0], steps[1], steps[2], steps[3], own[0][1] if own else 0)
+        strides = _Strides._make((*steps, own[0][1] if own else 0))
         prepared = _prepared[layouts] = _prepare(operands, ready, sources, strides)
     prepared(operands, ready)
 
@@ -335,16 +366,22 @@ class _Operands(NamedTuple):
     w: torch.Tensor
     offsets: torch.Tensor
     order: torch.Tensor | None  # the index
+    scale_x: torch.Tensor | None
+    scale_w: torch.Tensor | None
     own_rows: torch.Tensor | None
 
 
 class _Strides(NamedTuple):
-    """The strides between sources of the operands with these names. `numbers` is the index, or else the offsets."""
+    """The strides between sources of the operands with these names. `numbers` is the index, or else the offsets.
+
+    Without scales, `scale_x` is the stride of the rows.
+    """
 
     x: int
     out: int
     offsets: int
     numbers: int
+    scale_x: int
     own_rows: int
 
 
@@ -367,7 +404,7 @@ class _Prepared:
 
     def __call__(self, operands: _Operands, ready: ReadyFlags | None) -> None:
         """Launch the kernels on the current stream."""
-        out, x, w, offsets, index, own_rows = operands
+        out, x, w, offsets, index, scale_x, scale_w, own_rows = operands
         with launching(self.device):
             left = x
             if self.collected is not None and self.collecting is not None:
@@ -382,7 +419,8 @@ class _Prepared:
                 pairs = zip((left, w), self.described, strict=True)
                 matrices = tuple(TensorDescriptor(t, d.shape, d.strides, [*block]) for t, (d, block) in pairs)
             programs, numbers, options = self.computing
-            launch(_grouped_matmul_kernel, programs, *matrices, offsets, out, *numbers, **options)
+            others = (offsets, out, None if scale_x is None else index, scale_x, scale_w)
+            launch(_grouped_matmul_kernel, programs, *matrices, *others, *numbers, **options)
 
 
 _MAX_PREPARED = 1024
@@ -390,11 +428,14 @@ _prepared: dict[tuple[object, ...], _Prepared] = {}  # by the layouts of the ope
 
 
 def _prepare(operands: _Operands, ready: ReadyFlags | None, sources: int, strides: _Strides) -> _Prepared:
-    out, x, w, offsets, index, own_rows = operands
-    device = check_device(out=out, x=x, w=w, offsets=offsets, index=index, own_rows=own_rows)
+    out, x, w, offsets, index, scale_x, scale_w, own_rows = operands
+    device = check_device(
+        **{"out": out, "x": x, "w": w, "offsets": offsets, "index": index},
+        **{"scale_x": scale_x, "scale_w": scale_w, "own_rows": own_rows},
+    )
     groups, rows, columns, tokens, K = len(w), *out.shape[-2:], *x.shape[-2:]
     tile = _tile(sources * rows // max(groups, 1), x.element_size())
-    sizes = {"SOURCES": triton.next_power_of_2(sources), "GROUPS": triton.next_power_of_2(groups + 2)}
+    sizes = {"SOURCES": triton.next_power_of_2(sources), "GROUPS": max(triton.next_power_of_2(groups + 2), MIN_GROUPS)}
     sms = max(limits(device).sms - (0 if ready is None else ready.reserved_sms), 1)
     flat = None if index is not None or ready is not None else flat_rows(x)
     if flat is not None and collecting_pays(sources, groups, sources * rows, columns, tile["BM"]):
@@ -425,10 +466,14 @@ def _prepare(operands: _Operands, ready: ReadyFlags | None, sources: int, stride
         (
             *(sources, groups, first, rows, tokens, left_shape[0], columns, K, *left_strides, *w.stride()),
             *(strides.offsets, offsets.stride(-1), strides.out, *out.stride()[-2:]),
+            *((0, 0) if index is None or scale_x is None else (strides.numbers, index.stride(-1))),
+            *((0, 0) if scale_x is None else (strides.scale_x, scale_x.stride(-2))),
+            *((0, 0) if scale_w is None else (scale_w.stride(0), scale_w.stride(2))),
         ),
         {
             **{"DESCRIPTORS": described is not None, "W_IS_NK": described is not None and described[1][0].transposed},
-            **{"COLLECTED": flat is None, **sizes, **tile},
+            **{"COLLECTED": flat is None, "SCALED": scale_x is not None},
+            **{"INDEX": scale_x is not None and index is not None, **sizes, **tile},
         },
     )
     return _Prepared(device, collected, collecting, computing, described)
@@ -459,6 +504,8 @@ def grouped_matmul_by_blocks(
     w: torch.Tensor,
     offsets: torch.Tensor,
     index: torch.Tensor | None = None,
+    scale_x: torch.Tensor | None = None,
+    scale_w: torch.Tensor | None = None,
     *,
     ready: ReadyFlags,
     own_rows: torch.Tensor | None = None,
@@ -473,20 +520,21 @@ def grouped_matmul_by_blocks(
     flat = x.view(sources, rows, columns)
     begins, result = offsets.reshape(sources, -1), dense.view(sources, *out.shape[-2:])
     numbers = None if index is None else index.reshape(sources, -1)
+    scales = None if scale_x is None else scale_x.reshape(sources, rows, 1)
     if own_rows is not None:
         own_rows = own_rows.reshape(-1, rows, columns)
         own_rows = own_rows if own_rows.stride(-1) == x.stride(-1) else own_rows.contiguous()
     blocks = len(ready.flags)
     if _in_one_launch(sources, len(w)):
-        grouped_matmul(result, flat, w, begins, numbers, ready=ready, own_rows=own_rows)
+        grouped_matmul(result, flat, w, begins, numbers, scales, scale_w, ready=ready, own_rows=own_rows)
     else:
         each = sources // blocks
         for block in (*range(ready.first, blocks), *range(ready.first)):
             part, flag = slice(block * each, (block + 1) * each), slice(block, block + 1)
             one = replace(ready, flags=ready.flags[flag], timeouts=ready.timeouts[flag], first=0)
             own = own_rows if block == ready.first else None
-            of_part = None if numbers is None else numbers[part]
-            grouped_matmul(result[part], flat[part], w, begins[part], of_part, ready=one, own_rows=own)
+            order, scale = (None if t is None else t[part] for t in (numbers, scales))
+            grouped_matmul(result[part], flat[part], w, begins[part], order, scale, scale_w, ready=one, own_rows=own)
     if dense is not out:
         out.copy_(dense)
 

@@ -13,7 +13,7 @@ from hostir.kernels import aten
 from hostir.kernels.devices import check_device, launch, launching
 from hostir.kernels.layout import collapse
 from hostir.kernels.matmul.conversions import from_float32, to_float32
-from hostir.kernels.matmul.operands import DTYPES
+from hostir.kernels.matmul.operands import DTYPES, DTYPES_8_BIT
 
 MAX_WIDTH = 4096  # elements of a row that a program computes
 
@@ -66,7 +66,7 @@ def permute_rows(out: torch.Tensor, x: torch.Tensor, index: torch.Tensor) -> Non
 
     ATen computes the result instead if Triton's kernels do not take the dtype, or if `x` has no rows.
     """
-    if x.dtype not in DTYPES or not x.shape[-2]:
+    if x.dtype not in (*DTYPES, *DTYPES_8_BIT) or not x.shape[-2]:
         aten.permute_rows(out, x, index)
         return
     _combine(out, x, index[..., None], None)

@@ -235,12 +235,22 @@ def indexed(program: Program) -> Program:
     permuted = {s.out.name: s for s in program.body if isinstance(s, PermuteRows) and s.x.name in gathers}
     body = list[Statement]()
     for s in program.body:
-        rows = permuted.get(s.x.name) if isinstance(s, GroupedMatmul) and s.index is None else None
-        new = replace(s, x=rows.x, index=rows.index) if rows is not None and isinstance(s, GroupedMatmul) else s
-        waits = rows is not None and waits_for_rows(new, gathers[rows.x.name])
-        body.append(new if waits else s)
+        new = _by_index(s, permuted) if isinstance(s, GroupedMatmul) else None
+        body.append(s if new is None or not waits_for_rows(new, gathers[new.x.name]) else new)
     read = {v.name for s in body for v in operands_of(s)} | {v.name for v in program.outputs}
     return program.with_body(s for s in body if not (result_of(s).name in permuted and result_of(s).name not in read))
+
+
+def _by_index(s: GroupedMatmul, permuted: Mapping[str, PermuteRows]) -> GroupedMatmul | None:
+    """Return a grouped matmul that reads the rows by an index; None if not all its rows are permuted by one index."""
+    rows = permuted.get(s.x.name)
+    if s.index is not None or rows is None:
+        return None
+    if s.scale_x is None:
+        return replace(s, x=rows.x, index=rows.index)
+    scales = permuted.get(s.scale_x.name)
+    alike = scales is not None and scales.index == rows.index
+    return replace(s, x=rows.x, index=rows.index, scale_x=scales.x) if scales is not None and alike else None
 
 
 def added_onto(program: Program) -> tuple[Program, dict[str, Value]]:

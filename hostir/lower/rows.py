@@ -11,7 +11,7 @@ from hostir.ir.op import Statement, Value
 from hostir.ir.program import Names, Program
 from hostir.ir.scaled_ops import ScaledMatmul, Scaling
 from hostir.ir.sizes import Size, product
-from hostir.ir.tensor_ops import Contraction, TensorOp
+from hostir.ir.tensor_ops import ByBlocks, Contraction, TensorOp
 from hostir.ir.types import INTEGERS, Axis
 from hostir.ir.view_ops import Reshape
 from hostir.lower.allreduces import in_two_steps
@@ -86,10 +86,11 @@ class RowCollectives:
 
         Return None if `s` is not the allgather of the scales of these rows.
         """
-        if not isinstance(user, ScaledMatmul) or [v.name for v in operands_of(user)].count(s.out.name) != 1:
+        scale = user.scale_of_rows if isinstance(user, ByBlocks) else None
+        if not isinstance(user, ByBlocks) or scale is None or scale.name != s.out.name:
             return None
-        gather = next((g for g in self.gathers if g.out.name == user.a.name), None)
-        if user.scale_a.name != s.out.name or gather is None or user.scaling is Scaling.TENSOR:
+        gather = next((g for g in self.gathers if g.out.name == user.rows.name), None)
+        if gather is None or [v.name for v in operands_of(user)].count(s.out.name) != 1:
             return None
         alike = gather.over == s.over and gather.x.tensor.mesh == s.x.tensor.mesh
         same = gather.x.tensor.host().axes[:-1] == s.x.tensor.host().axes[:-1]
@@ -205,8 +206,12 @@ class RowCollectives:
                 cut = replace(s, x=shard, out=full_value)
                 moves += [cut] if s in self.moves else []
                 body += [Reshape(s.x, shard, span=s.span), cut]
-                otherwise = s in self.moves and not all(reads_rows(u, s.out) for u in users(self.program, s.out))
-                otherwise |= s in self.moves and s.out in self.program.outputs
+                readers = users(self.program, s.out)
+                if s in scales:
+                    otherwise = not all(isinstance(reader, Contraction) for reader in readers)
+                else:
+                    otherwise = not all(reads_rows(reader, s.out) for reader in readers)
+                    otherwise |= s.out in self.program.outputs
                 body += [Reshape(full_value, s.out, span=s.span)] if otherwise else []
             elif isinstance(s, Contraction) and s.a.name in full and reads_rows(s, s.a):
                 a = full[s.a.name]

@@ -175,8 +175,8 @@ def test_a_full_run_of_moe(folder: Path) -> None:
     assert by_part.keys() == MOE_FACTORS.keys()
     for part, row in by_part.items():
         assert (row["M"], row["N"], row["K"], row["experts"], row["each"]) == (64, 56, 128, 8, 2)
-        peers = {BY_HAND, moe.GROUPED} | ({moe.DTENSOR} if part != "alone" else set())
-        ours = {HOSTIR} if part in ("alone", "trained") else {COMPILED, "sequential", "ring"}
+        peers = {BY_HAND, moe.GROUPED} | ({moe.DTENSOR} if part not in ("alone", "fp8") else set())
+        ours = {HOSTIR} if part in ("alone", "fp8", "trained") else {COMPILED, "sequential", "ring"}
         assert right(row) == peers | ours
         assert row["floor_us"] == max(row["gemm_us"], row.get("nccl_us", 0))
     assert (

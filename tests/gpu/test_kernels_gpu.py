@@ -416,7 +416,7 @@ def begins_of(sources: int, groups: int, rows: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("indexed", [False, True])
 @pytest.mark.parametrize("waits", [False, True])
-@pytest.mark.parametrize(("groups", "K", "N"), [(8, 4096, 1792), (64, 2048, 768), (3, 1000, 72)])
+@pytest.mark.parametrize(("groups", "K", "N"), [(8, 4096, 1792), (64, 2048, 768), (1, 1000, 72)])
 def test_rows_of_several_sources_are_multiplied_in_groups(groups, K, N, waits, indexed):
     sources, rows = 2, 2048
     x = torch.randn(sources, rows // 2 if indexed else rows, K, device=CUDA).bfloat16()
@@ -433,6 +433,33 @@ def test_rows_of_several_sources_are_multiplied_in_groups(groups, K, N, waits, i
         for group, (begin, end) in enumerate(itertools.pairwise(row)):
             exact[source, begin:end] = chosen[begin:end].double() @ w[group].double()
             by_torch[source, begin:end] = chosen[begin:end] @ w[group]
+    assert_as_accurate(out, by_torch, exact, exact.abs())
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("indexed", [False, True])
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize(("groups", "K", "N"), [(8, 4096, 1792), (64, 2048, 768), (1, 1000, 72)])
+def test_fp8_rows_of_several_sources_are_multiplied_in_groups(groups, K, N, waits, indexed, transposed):
+    sources, rows, tokens = 2, 2048, 1024 if indexed else 2048
+    x = torch.randn(sources, tokens, K, device=CUDA).to(torch.float8_e4m3fn)
+    shape = (groups, N, K) if transposed else (groups, K, N)
+    w, offsets = torch.randn(shape, device=CUDA).to(torch.float8_e4m3fn), begins_of(sources, groups, rows)
+    w = w.mT if transposed else w
+    scale_x, scale_w = torch.rand(sources, tokens, 1, device=CUDA) + 0.5, torch.rand(groups, 1, N, device=CUDA) + 0.5
+    index = torch.randint(tokens, (sources, rows), device=CUDA, dtype=torch.int32) if indexed else None
+    out = torch.full((sources, rows, N), math.nan, device=CUDA).bfloat16()
+    ready = (
+        ReadyFlags(torch.full((sources,), 3, device=CUDA), 3, no_timeouts(sources, CUDA), first=1) if waits else None
+    )
+    grouped.grouped_matmul(out, x, w, offsets, index, scale_x, scale_w, ready=ready)
+    exact, by_torch = (torch.zeros(out.shape, device=CUDA, dtype=dtype) for dtype in (torch.float64, torch.bfloat16))
+    for source, row in enumerate(offsets.tolist()):
+        order = slice(None) if index is None else index[source].long()
+        chosen = x[source].double()[order] * scale_x[source].double()[order]
+        for group, (begin, end) in enumerate(itertools.pairwise(row)):
+            exact[source, begin:end] = chosen[begin:end] @ (w[group].double() * scale_w[group])
+            by_torch[source, begin:end] = exact[source, begin:end].float()
     assert_as_accurate(out, by_torch, exact, exact.abs())
 
 

@@ -17,7 +17,7 @@ from hostir.kernels.flags.copies import PER_THREAD, WARPS, push_kernel
 from hostir.kernels.flags.pushed import Pushed
 from hostir.kernels.flags.signals import Ending
 from hostir.kernels.gated import _gate_gradients_kernel, _gate_kernel
-from hostir.kernels.grouped import _COLLECTING, _collect_rows_kernel, _grouped_matmul_kernel, _tile
+from hostir.kernels.grouped import _COLLECTING, MIN_GROUPS, _collect_rows_kernel, _grouped_matmul_kernel, _tile
 from hostir.kernels.matmul.kernel import Bias, Constants, Scales, Strides, Workspace, matmul_kernel
 from hostir.kernels.matmul.matmul import EXACT_RUN
 from hostir.kernels.matmul.tiles import Tile, candidates
@@ -574,7 +574,8 @@ def test_a_grouped_matmul_of_16_bits_loads_by_tma_and_spills_nothing(rows, colle
     tile = _tile(rows, 2)
     options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
     constants = {"SOURCES": 8 if collected else 2, "GROUPS": 256 if collected else 16, **tile, "COLLECTED": collected}
-    constants |= {"DESCRIPTORS": True, "W_IS_NK": transposed}
+    constants |= {"DESCRIPTORS": True, "W_IS_NK": transposed, "SCALED": False, "INDEX": False}
+    constants |= dict.fromkeys(("index", "scale_x", "scale_w"))
     columns = ("left_column", "w_row" if transposed else "w_column", "out_column", "offsets_step")
     constants |= dict.fromkeys(columns, 1)
     of_w = (tile["BN"], tile["BK"]) if transposed else (tile["BK"], tile["BN"])
@@ -592,17 +593,45 @@ def test_a_grouped_matmul_of_16_bits_loads_by_tma_and_spills_nothing(rows, colle
     assert not re.findall(r"\b(?:LDL|STL)\b", code[code.index("HGMMA") : code.rindex("HGMMA")])
 
 
+@pytest.mark.parametrize("indexed", [False, True])
+@pytest.mark.parametrize("rows", [16, 512])
+def test_a_grouped_matmul_of_fp8_adds_each_step_to_the_others_and_spills_nothing(rows, indexed):
+    tile = _tile(rows, 1)
+    options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
+    constants = {"SOURCES": 2, "GROUPS": 16, **tile, "COLLECTED": True, "DESCRIPTORS": True, "W_IS_NK": True}
+    constants |= {"SCALED": True, "INDEX": indexed, **({} if indexed else {"index": None})}
+    columns = ("left_column", "w_row", "out_column", "offsets_step", "index_step", "scale_w_column")
+    constants |= dict.fromkeys(columns, 1)
+    pointers = {"left": f"tensordesc<fp8e4nv[{tile['BM']},{tile['BK']}]>"}
+    pointers |= {"w": f"tensordesc<fp8e4nv[1,{tile['BN']},{tile['BK']}]>", "out": "*bf16"}
+    pointers |= dict.fromkeys(("offsets", "index"), "*i32") | dict.fromkeys(("scale_x", "scale_w"), "*fp32")
+    varying = ("sources", "groups", "first", "rows", "tokens", "capacity")
+    source = aligned_source(_grouped_matmul_kernel, constants, pointers, varying)
+    kernel = triton.compile(source, target=TARGET, options=options)
+    ptx, code = kernel.asm["ptx"], kernel.asm["sass"]
+    products = list(re.finditer(r"wgmma\.mma_async\S*\.f32\.e4m3\.e4m3", ptx))
+    after = ptx[products[-1].end() :]
+    sums = re.search(r"wgmma\.wait_group\.sync\.aligned 0(.*?)bra", after, re.DOTALL)
+    elements = tile["BM"] * tile["BN"] // (32 * options["num_warps"])
+    assert sums is not None
+    assert len(re.findall(r"add(?:\.rn)?\.f32", sums[1])) == elements
+    assert kernel.metadata.shared <= SHARED_MEMORY
+    assert not re.findall(r"\b(?:LDL|STL)\b", code[code.index("QGMMA") : code.rindex("QGMMA")])
+
+
 @pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize("indexed", [False, True])
-def test_rows_of_groups_are_collected_16_bytes_at_a_time(waits, indexed):
+@pytest.mark.parametrize("dtype", ["bf16", "fp8e4nv"])
+def test_rows_of_groups_are_collected_16_bytes_at_a_time(dtype, waits, indexed):
     unit = dict(_COLLECTING)
     options = {"num_warps": unit.pop("num_warps")}
     constants = {**unit, "BM": 128, "READY": waits, "OWN": waits, "INDEX": indexed}
-    constants |= {"SOURCES": 8, "GROUPS": 256, "FLAGS": 8} if waits else {"SOURCES": 2, "GROUPS": 16, "FLAGS": 1}
+    few = {"SOURCES": 2, "GROUPS": MIN_GROUPS, "FLAGS": 1}
+    constants |= {"SOURCES": 8, "GROUPS": 256, "FLAGS": 8} if waits else few
     constants |= {} if waits else {"own_rows": None, "flags": None, "timeouts": None}
     constants |= {} if indexed else {"index": None}
     constants |= dict.fromkeys(("x_column", "offsets_step", "index_step"), 1)
-    pointers = dict.fromkeys(("x", "out", "own_rows"), "*bf16") | dict.fromkeys(("flags", "timeouts"), "*i64")
+    pointers = dict.fromkeys(("x", "out", "own_rows"), f"*{dtype}") | dict.fromkeys(("flags", "timeouts"), "*i64")
     pointers |= {"offsets": "*i32", "index": "*i32"}
     varying = ("sources", "groups", "rows", "tokens", "epoch", "first", "blocks", "polls", "capacity")
     source = aligned_source(_collect_rows_kernel, constants, pointers, varying)

@@ -33,7 +33,7 @@ LOWERED = {
     "pipeline": [*EVERY, *EXPERTS, "mlp", "allgather_matmul_rows", "weight_gathered"],
     "chain": ["row_parallel_scattered", "mlp", "attention_output"],
     "ring": [*EVERY, *SCALED, *EXPERTS, "mlp", "all_gather", "all_reduce"],
-    "fused": [*EVERY, *SCALED, "mlp", "allgather_matmul_rows", "expert_mlp", "moe_layer"],
+    "fused": [*EVERY, *SCALED, "mlp", "allgather_matmul_rows", "expert_mlp", "moe_layer", "moe_layer_fp8"],
     "push": [*EVERY, *SCALED, "mlp"],
 }
 ON_ONE_STREAM = "allgather_matmul_rows-fused_on_one_stream.hir"

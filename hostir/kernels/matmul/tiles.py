@@ -194,10 +194,12 @@ _POINTERS_8_BIT = (
     Tile(64, 64, 64, stages=3, warps=4, rate=0.5),
 )
 
-# Tiles of grouped matmuls. The first rate was measured on an H100, and the second one is a guess.
+# Tiles of grouped matmuls. The first rate was measured on an H100, and the other rates are guesses.
 _GROUPED_16_BIT = Tile(128, 256, 64, stages=3, warps=8, rate=0.95)
 _GROUPED_FEW_ROWS = Tile(64, 128, 64, stages=4, warps=4, rate=0.55)
 _GROUPED_32_BIT = Tile(64, 64, 32, stages=3, warps=4)
+_GROUPED_8_BIT = Tile(128, 128, 128, stages=4, warps=8, rate=0.9)
+_GROUPED_8_BIT_FEW_ROWS = Tile(64, 128, 128, stages=5, warps=4, rate=0.7)
 COLLECTING = 640  # the columns of a product for which an H100 takes as long as to collect its rows
 FEW_ROWS = 64  # groups of at most so many rows get lower tiles
 
@@ -212,6 +214,8 @@ def grouped_tile(rows: int, itemsize: int) -> Tile:
     """
     if itemsize == 4:
         return _GROUPED_32_BIT
+    if itemsize == 1:
+        return _GROUPED_8_BIT_FEW_ROWS if rows <= FEW_ROWS else _GROUPED_8_BIT
     return _GROUPED_FEW_ROWS if rows <= FEW_ROWS else _GROUPED_16_BIT
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import multiprocessing
 
@@ -10,7 +11,7 @@ import torch
 
 from hostir.kernels import aten, grouped
 from hostir.kernels.flags.ready import ReadyFlags, no_timeouts, timeout_error
-from hostir.kernels.matmul.operands import DTYPES
+from hostir.kernels.matmul.operands import DTYPES, DTYPES_8_BIT
 from hostir.kernels.matmul.tiles import collecting_pays
 from hostir.kernels.table import kernel_table
 from tests.kernels.raising import fill_and_raise
@@ -56,6 +57,53 @@ def test_rows_by_an_index_equal_permuted_rows(dtype, integers):
     grouped.grouped_matmul(wanted, x.gather(1, index[..., None].expand(-1, -1, 37)), w, begins)
     grouped.grouped_matmul(ours, x, w, begins, index.to(integers))
     assert torch.equal(ours, wanted)
+
+
+def fp8(*shape: int, dtype: torch.dtype = torch.float8_e4m3fn) -> torch.Tensor:
+    return torch.randn(shape).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("left", DTYPES_8_BIT)
+@pytest.mark.parametrize("offsets", OFFSETS.values(), ids=OFFSETS.keys())
+@pytest.mark.parametrize("indexed", [False, True])
+def test_groups_of_fp8_rows_equal_scaled_products(offsets, left, dtype, indexed):
+    sources, tokens, begins = len(offsets), 20 if indexed else 50, torch.tensor(offsets)
+    x, w = fp8(sources, tokens, 37, dtype=left), fp8(4, 41, 37).mT
+    scale_x, scale_w = torch.rand(sources, tokens, 1) + 0.1, torch.rand(4, 41, 1).mT
+    index = torch.randint(0, tokens, (sources, 50)) if indexed else None
+    for source, row in enumerate(offsets):  # the scales of rows of no group are anything
+        outside = torch.ones(50, dtype=torch.bool)
+        outside[row[0] : row[-1]] = False
+        unused = outside if index is None else ~torch.isin(torch.arange(tokens), index[source][~outside])
+        scale_x[source, unused] = math.nan
+    exact = torch.zeros(sources, 50, 41, dtype=torch.float64)
+    for source, row in enumerate(offsets):
+        order = slice(None) if index is None else index[source]
+        wide = (x.double() * scale_x.double())[source][order]
+        for group, (begin, end) in enumerate(itertools.pairwise(row)):
+            exact[source, begin:end] = wide[begin:end] @ (w[group].double() * scale_w[group].double())
+    for multiply in (aten.grouped_matmul, grouped.grouped_matmul):
+        out = torch.full((sources, 50, 41), math.nan, dtype=dtype)
+        multiply(out, x, w, begins, index, scale_x, scale_w)
+        torch.testing.assert_close(out.double(), exact, rtol=2 * torch.finfo(dtype).eps, atol=1e-4)
+
+
+@pytest.mark.parametrize("most", [4096, 6])
+@pytest.mark.parametrize("tokens", [10, 4])
+def test_blocks_of_fp8_sources_are_computed_as_without_flags(tokens, most, monkeypatch):
+    monkeypatch.setattr(grouped, "MAX_INTERVALS", most)
+    x, w, offsets = fp8(2, 3, tokens, 8), fp8(2, 8, 5), torch.randint(0, 11, (2, 3, 3)).sort(-1).values
+    scales = torch.rand(3, 2, tokens, 1).transpose(0, 1), torch.rand(2, 1, 5)
+    index = None if tokens == 10 else torch.randint(0, tokens, (2, 3, 10))
+    wanted, ours = torch.empty(2, 3, 10, 5), torch.full((2, 3, 10, 5), math.nan)
+    aten.grouped_matmul(wanted, x, w, offsets, index, *scales)
+    own_rows, there = x[0, 2:], x.clone()
+    there[0, 2] = fp8(tokens, 8)
+    ready, table = raised(6, 2, first=2), kernel_table("triton", "cpu")
+    by_blocks = table["grouped_matmul_by_blocks"]
+    by_blocks(ours, there, w, offsets, index, *scales, ready=ready, own_rows=own_rows)
+    torch.testing.assert_close(ours, wanted)
 
 
 def test_rows_are_collected_if_sources_have_few_rows_of_each_group():
