@@ -61,7 +61,7 @@ from hostir.torch import OverlapPass
 SIZES = {"8B": (4096, 32, 8, 14336), "70B": (8192, 64, 8, 28672)}  # features, heads, kv heads, hidden
 HEAD = 128
 TOKENS = Shard(1)
-STEPS = 3  # steps before a way is timed, so that everything is compiled
+STEPS = {"cuda": 40, "cpu": 3}  # steps before a way is timed, so that everything is compiled, and trials have ended
 PATIENCE = 300.0  # seconds that a rank waits for another rank, which may be compiling
 LONGEST = 300  # the most characters of the reason why a way failed
 ISSUED, REPLAYED = "issued", "replayed"
@@ -384,11 +384,12 @@ class Bench:
         error, peak = off(step.gradients(), true), step.peak()
         works: dict[tuple[str, str], Callable[[], Any]] = {("step", ISSUED): step}
         lacking = {}
-        try:
-            alone = self.attempt("a case alone", lambda: replace(case, unsharded=case.plain(), mesh=self.alone))
-            works["alone", ISSUED] = self.attempt("alone", partial(warmed, alone, way))
-        except FailedError as failed:
-            lacking["alone"] = str(failed)
+        if self.options.alone:
+            try:
+                alone = self.attempt("a case alone", lambda: replace(case, unsharded=case.plain(), mesh=self.alone))
+                works["alone", ISSUED] = self.attempt("alone", partial(warmed, alone, way))
+            except FailedError as failed:
+                lacking["alone"] = str(failed)
         for (name, _), work in [*works.items()] if self.joined.device.type == "cuda" else []:
             try:
                 works[name, REPLAYED] = self.attempt(f"graph of {name}", partial(graphed, work))
@@ -427,7 +428,7 @@ def warmed(case: Case, way: Way) -> Step:
     """Run a way until everything is compiled; return its step."""
     hostir.torch.report(clear=True)
     step = Step(case, way.make(case), way.dtensors)
-    for _ in range(STEPS):
+    for _ in range(STEPS[case.x.device.type]):
         step()
         synchronize(case.x.device)
     return step
@@ -516,6 +517,7 @@ def main() -> None:
     names = f"some of these, separated by semicolons: {'; '.join(WAYS)}"
     parser.add_argument("--ways", type=_ways, default=[*WAYS], help=names)
     parser.add_argument("--backend", default="inductor", help="backend of torch.compile")
+    parser.add_argument("--alone", action=argparse.BooleanOptionalAction, default=True, help="also time each way alone")
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--shrink", type=int, default=1, help="divides the widths, to try it out on a CPU")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")

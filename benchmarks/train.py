@@ -31,10 +31,10 @@ import hostir.torch
 from benchmarks.generate import HEAD, VOCABULARY, Stack
 from benchmarks.harness import Clock, synchronize, table, write
 from benchmarks.llama_block import DTENSOR, SIZES, WAYS, Case, forget
+from benchmarks.llama_block import STEPS as WARM
 from examples.llama import loss_of, plan, sequences
 from hostir.job.session import Session, session
 
-WARM = 3  # steps before a way is timed, so that everything is compiled
 STEPS = 50
 LOSS_MARGIN = 0.02  # the largest relative difference of a loss from that of the first way; fp8 has five times as much
 TRAINED = (
@@ -109,7 +109,7 @@ def measure(run: Run, clock: Clock) -> dict[str, Any]:
     run.begin()
     weights = {name: value.detach().clone() for name, value in run.model.state_dict().items()}
     begun = time.perf_counter()
-    for _ in range(WARM):
+    for _ in range(WARM[run.options.device]):
         run.step()
         synchronize(clock.device)
     warm = time.perf_counter() - begun

@@ -70,7 +70,8 @@ def main() -> None:
     device = torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None)
     sharded = [hostir.torch.GroupedExperts(EXPERTS + 1, FEATURES, HIDDEN, mesh, device=device) for _ in range(LAYERS)]
     ours, single = model(device, sharded), model(device, [OneRank(each) for each in sharded])
-    steps = [torch.optim.AdamW(m.parameters(), 1e-2) for m in (ours, single)]
+    # The experts are DTensors and the other parameters are not. torch's loops over parameters (`foreach`) take no mix.
+    steps = [torch.optim.AdamW(m.parameters(), 1e-2, foreach=False) for m in (ours, single)]
     for step in range(STEPS):
         torch.manual_seed(100 + step)
         tokens = ranks * (5 + 3 * step)
