@@ -597,8 +597,10 @@ def scaled_one_by_one(rows: Tensor, matrices: Tensor, of_rows: Tensor, of_column
     for i, j, w, s in zip(begins, begins[1:], matrices, of_columns, strict=False):
         if not rows.is_cuda:
             parts.append(((rows[i:j].float() @ w.float()) * of_rows[i:j] * s).bfloat16())
-        elif i < j:
-            parts.append(torch._scaled_mm(rows[i:j], w, of_rows[i:j], s, out_dtype=torch.bfloat16))
+        elif i < j:  # cuBLAS takes multiples of 16 rows
+            fit = F.pad(rows[i:j].view(torch.uint8), (0, 0, 0, (i - j) % 16)).view(FP8)
+            scales = F.pad(of_rows[i:j], (0, 0, 0, (i - j) % 16))
+            parts.append(torch._scaled_mm(fit, w, scales, s, out_dtype=torch.bfloat16)[: j - i])
     return torch.cat(parts)
 
 
