@@ -48,6 +48,7 @@ from hostir.kernels.pools import outside_pools
 from hostir.kernels.table import kernel_table
 from hostir.knobs import PROFILE
 from hostir.machines.binding import MAX_PLANS, Part, places
+from hostir.machines.cuda.cublas import captured_for_a_trial
 from hostir.machines.cuda.graphs import Graphs
 from hostir.machines.cuda.machine import CudaMachine, CudaPlan
 from hostir.machines.cuda.streams import CallOrder, communication_order, current, queues
@@ -313,8 +314,8 @@ class RankExecutor(Executor):
         """Capture the latest call anew in a CUDA graph that the executor does not keep, and return the graph.
 
         All ranks call this on CUDA after the same call, and they replay the graphs together. The graph must be
-        destroyed before `rest`, and before the tensors are freed. Raises HostIRError or RuntimeError if the call cannot
-        be captured.
+        destroyed before `rest`, and before the tensors are freed. The graphs of a thread share cuBLAS workspaces, so
+        only one of them may run at a time. Raises HostIRError or RuntimeError if the call cannot be captured.
 
         Args:
             inputs: the inputs of the call.
@@ -325,7 +326,8 @@ class RankExecutor(Executor):
         assert isinstance(plan, CudaPlan)
         if not any(op.in_graph for op in plan.unrolled.ops):
             raise error(f"nothing of @{self.program.name} runs with these sizes")
-        return Graphs(self._machine.device, self.program.name, {}).record(plan, inputs, outs)
+        with captured_for_a_trial():
+            return Graphs(self._machine.device, self.program.name, {}).record(plan, inputs, outs)
 
     def unbind(self, inputs: Sequence[Any]) -> None:
         """Forget the tensors of earlier calls with such inputs, and drop these calls' CUDA graphs. Keep the plan."""

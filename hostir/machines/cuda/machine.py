@@ -85,7 +85,7 @@ class CudaMachine:
             return kernel
         if op.stream not in self.cublas_streams:
             priority = 0 if op.stream == CALLER else self.streams[op.stream].priority
-            self.cublas_streams[op.stream] = CublasStreams(self.device, priority)
+            self.cublas_streams[op.stream] = CublasStreams(self.device, op.stream, priority)
         return self.cublas_streams[op.stream].wrap(kernel)
 
     def plan(

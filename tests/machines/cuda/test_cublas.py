@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hostir.call.executor import Executor
+from hostir.machines.cuda import cublas, streams
 from hostir.machines.cuda import machine as cuda
-from hostir.machines.cuda import streams
 from hostir.machines.cuda.uses import release
 from tests.call.small_programs import BESIDE, alone
 from tests.machines.cuda import fake_graphs
@@ -41,6 +41,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(cuda, "workers", lambda device, count: [Stream() for _ in range(count)])
     monkeypatch.setattr(streams, "new_stream", new_stream)
+    monkeypatch.setattr(cublas, "_trials", cublas._Trials())
     monkeypatch.setattr(torch.cuda, "Event", Event)
 
 
@@ -125,6 +126,23 @@ def test_live_executors_never_share_a_private_stream_and_deleted_ones_return_the
         release()
     assert seen == ["own 1", "own 2", "own 3", "own 1", "own 2", "own 3"]
     assert noted_in(living, capture=True)[1] == ("matmul", "own 0")
+
+
+def test_recordings_for_trials_share_a_private_stream_which_no_other_capture_uses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, second = executor(monkeypatch, HERE), executor(monkeypatch, HERE)
+    seen = []
+    for e in (first, second, first):
+        inputs = torch.randn(4, 8), torch.randn(8, 5)
+        outs = e(*inputs)
+        log.clear()
+        e.record(inputs, outs)
+        seen += [step[1] for step in log if isinstance(step, tuple) and step[0] == "matmul"]
+    assert len(set(seen)) == 1
+    assert len(seen) == 3
+    assert noted_in(first, capture=True)[1] == ("matmul", "own 0")
+    assert seen[0] != "own 0"
 
 
 def test_the_error_of_a_product_is_raised_even_if_its_stream_can_no_longer_join(
