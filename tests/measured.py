@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
+from itertools import groupby
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from benchmarks.harness import table
 from benchmarks.llama_block import ISSUED, REPLAYED, exposed
 from benchmarks.scores import cell, cells, in_order
+from benchmarks.steps_chart import cases
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
@@ -28,7 +30,8 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "differential": ("differential", "differential_fp8"),
     "hosts": ("hosts",),
     "judge": ("judge",),
-    "llama_block": ("llama_block",),
+    "generate": ("generate",),
+    "llama_block": ("llama_block", "llama_block_sizes"),
     "matmul": ("matmul", "fp8_matmul"),
     "matmul_all_reduce": ("matmul_all_reduce", "decode"),
     "matmul_reduce_scatter": ("matmul_reduce_scatter", "matmul_reduce_scatter_as_rank_of"),
@@ -47,12 +50,12 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "tape_entries": ("tape_entries",),
     "timeline": ("timeline", "timeline_cpu"),
     "torch_operators": ("torch_operators",),
+    "train": ("train",),
 }
 OTHERS = {
     "chart": "draws the results of other benchmarks",
-    "generate": "decodes with a cache; it has not been run on GPUs",
-    "train": "trains a stack of layers; it has not been run on GPUs",
     "on_eight": "runs other benchmarks; it has not been run on 8 GPUs",
+    "steps_chart": "draws the results of `train`, `llama_block` and `generate`",
     "profile": "draws [pictures](../../docs/images) of kernels",
 }
 
@@ -129,32 +132,48 @@ SUMMARY: Mapping[str, str] = {
     "allgather_matmul_2": "all-gather + matmul",
     "matmul_reduce_scatter_2": "matmul + reduce-scatter",
     "mlp_2": "MLP: all-gather, two matmuls, reduce-scatter",
-    "matmul_all_reduce_2": "matmul + all-reduce",
-    "decode_2": "80 layers of matmul + all-reduce, up to 64 rows",
-    "scaled_matmul_2": "all-gather + fp8 matmul",
-    "scaled_matmul_scatter_2": "fp8 matmul + reduce-scatter",
+    "matmul_all_reduce_2": "matmul + all-reduce, one and 80 layers",
+    "decode_2": "matmul + all-reduce, one and 80 layers",
+    "scaled_matmul_2": "fp8: all-gather + matmul, matmul + reduce-scatter",
+    "scaled_matmul_scatter_2": "fp8: all-gather + matmul, matmul + reduce-scatter",
     "reshard_2": "collectives alone",
 }
 BY_MODE = {"graph": "functions of `hostir.torch`, replayed", "eager": "functions of `hostir.torch`, issued by Python"}
-BLOCK_WAYS = ("DTensor compiled", "DTensor compiled, async TP", "DTensor compiled, hostir's pass")
+OURS = {"decoding": ("hostir", "two-shot")}  # hostir's way and the second peer, by kind of step
+OF_TRAINING = ("DTensor compiled, hostir's pass", "DTensor compiled, async TP")
+
+
+def steps(results: Path = RESULTS / MACHINE) -> str:
+    """Return the table of steps of models: the time with hostir, and the times of torch's ways as multiples of it."""
+    lines = []
+    for (kind, model), group in groupby(cases(results), key=lambda case: (case.kind, case.name.partition(", ")[0])):
+        alike, columns = [*group], list[str]()
+        ours, second = ([case.times[n] for case in alike] for n in OURS.get(kind, OF_TRAINING))
+        columns.append(", ".join(f"{us / 1000:.1f}" for us in ours) + " ms")
+        for others in ([case.base for case in alike], second):
+            ratios = [f"{other / us:.2f}" for other, us in zip(others, ours, strict=True)]
+            columns.append(", ".join(ratios) + " x")
+        sizes = [case.name.partition(", ")[2] for case in alike]
+        lines.append([f"{kind}, {model}: {'; '.join(sizes)}", *columns])
+    torchs = ["faster than compiled DTensor, or NCCL", "faster than async TP, or two-shot"]
+    return table(["a step of Llama 3 on 2 H100", "hostir", *torchs], lines)
 
 
 def summary(results: Path = RESULTS / MACHINE) -> str:
-    """Summarise the results for the README: a row for each comparison with peers, and steps of a block of Llama-3."""
+    """Summarise the results for the README: steps of whole models, and a row for each comparison with peers."""
 
     def rows_of(name: str) -> Rows:
         return json.loads((results / f"{name}.json").read_text())["rows"]
 
     functions = rows_of("torch_operators_2")
-    compared = {what: (compiled_ratios(rows_of(name)), len(rows_of(name))) for name, what in SUMMARY.items()}
+    compared: dict[str, tuple[list[float], int]] = {}
+    for name, what in SUMMARY.items():
+        ratios, rows = compared.get(what, ([], 0))
+        compared[what] = ratios + compiled_ratios(rows_of(name)), rows + len(rows_of(name))
     compared |= {what: (mode_ratios(functions, mode), len(functions)) for mode, what in BY_MODE.items()}
     lines = [[what, f"{faster(rs)} of {rows}", f"{median(rs):.2f} x"] for what, (rs, rows) in compared.items() if rs]
     text = table(["2 H100", "sizes at which hostir is faster", "median speed-up"], lines)
-    steps = []
-    for row in rows_of("llama_block"):
-        plain, torch, ours = (f"{row['ways'][way][REPLAYED]['step'] / 1000:.1f} ms" for way in BLOCK_WAYS)
-        steps.append(f"{ours} with hostir's pass, {torch} with torch's async TP, {plain} with neither ({row['model']})")
-    return f"{text}\n\nA compiled Llama-3 block, forward and backward, replayed: {'; '.join(steps)}."
+    return f"{steps(results)}\n\n{text}"
 
 
 def functions(data: dict[str, Any]) -> str:
@@ -185,6 +204,30 @@ def blocks(data: dict[str, Any]) -> str:
     return table(["way", *headers, "host us", "fused operators of a step"], lines)
 
 
+def trained(data: dict[str, Any]) -> str:
+    """Return the table of training steps."""
+    lines = []
+    for row in data["rows"]:
+        for way, figures in row["ways"].items():
+            modes = [figures[mode] for mode in (REPLAYED, ISSUED)]
+            times = [text for mode in modes for text in (cell(mode["us"] / 1000, 1), cell(mode["tokens/s"], 0))]
+            name = f"{row['model']}, {row['layers']} layers, {row['tokens']} tokens: {way}"
+            lines.append([name, *times, f"{figures['bytes'] / 2**30:.2f}", f"{modes[0]['loss']:.3f}"])
+    headers = [f"{what}, {mode}" for mode in (REPLAYED, ISSUED) for what in ("step ms", "tokens/s")]
+    return table(["way", *headers, "peak GiB", "loss after the last step"], lines)
+
+
+def generated(data: dict[str, Any]) -> str:
+    """Return the table of decoding steps."""
+    lines = []
+    for row in data["rows"]:
+        for way, figures in row["ways"].items():
+            times = [cell(figures[name], 0) for name in ("graph us", "graph tokens/s", "eager us", "eager tokens/s")]
+            lines.append([f"{row['model']}, batch {row['batch']}: {way}", *times, f"{figures['error']:.1e}"])
+    headers = [f"{what}, {mode}" for mode in (REPLAYED, ISSUED) for what in ("step us", "tokens/s")]
+    return table(["way", *headers, "error of the logits"], lines)
+
+
 def hosts(data: dict[str, Any]) -> str:
     """Return the table of host times, beside the same calls by hand."""
     rows = data["results"]
@@ -208,7 +251,10 @@ TABLES: Mapping[str, Callable[[dict[str, Any]], str]] = {
         compared,
     ),
     "torch_operators_2": functions,
+    "generate": generated,
     "llama_block": blocks,
+    "llama_block_sizes": blocks,
+    "train": trained,
     "overhead": hosts,
     "regret": regrets,
 }
