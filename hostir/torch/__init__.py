@@ -25,6 +25,7 @@ from hostir.torch.installing import install, uninstall
 from hostir.torch.modules import ColumnParallelLinear, GatedMLP, QKVParallelLinear, RowParallelLinear
 from hostir.torch.overlap import OverlapPass, overlap_pass
 from hostir.torch.reporting import report
+from hostir.torch.step_profile import StepProfile, StepWork, profile_step
 from hostir.torch.styles import ColwiseParallel, RowwiseParallel
 from hostir.torch.traps import ShardingWarning
 
@@ -38,6 +39,8 @@ __all__ = [
     "RowParallelLinear",
     "RowwiseParallel",
     "ShardingWarning",
+    "StepProfile",
+    "StepWork",
     "Tensor",
     "TensorParallelExperts",
     "all_gather_matmul",
@@ -50,6 +53,7 @@ __all__ = [
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "overlap_pass",
+    "profile_step",
     "reduce_scatter_residual_norm",
     "report",
     "row_parallel_linear",
