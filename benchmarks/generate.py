@@ -1,4 +1,4 @@
-"""Decoding with a key-value cache: tokens a second of a Llama-3 stack, tensor-parallel in different ways.
+"""Prefill and decoding with a key-value cache: tokens a second of a Llama-3 stack, tensor-parallel in different ways.
 
     torchrun --standalone --nproc-per-node 2 -m benchmarks.generate --out benchmarks/results/2xH100/generate
     torchrun --standalone --nproc-per-node 2 -m benchmarks.generate --models 70B --batches 1,64 --layers 16
@@ -15,12 +15,18 @@ ways differ only in the all-reduce behind `wo` and `w2`:
 
 Before it is timed, each way prefills a prompt of random tokens and decodes a few steps. Then its logits are compared
 with those of the unsharded model in float32. A way with an error of more than MARGIN times NCCL's error is left out.
+
+Prefill is timed on the same prompt, as Python issues it. It also computes the first new token. Peak memory is measured
+during one prefill and one step, and is the largest of all ranks. It includes weights, cache and activations. It does
+not include the memory of CUDA graphs, or symmetric memory. The table also has the symmetric memory that hostir holds in
+this case, which may come from earlier cases.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -36,6 +42,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwise
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
 
+import hostir.torch
 from benchmarks.harness import Clock, graphed, synchronize, table, write
 from examples.generate import Generator
 from examples.llama import Block, Llama, RMSNorm
@@ -47,6 +54,8 @@ MODELS = {"8B": (4096, 1792, 4, 1), "70B": (8192, 3584, 8, 1)}
 HEAD, VOCABULARY = 128, 1024
 BATCHES = (1, 8, 64)
 STEPS = 4  # steps whose logits are compared
+PREFILLS = 5  # prefills whose times are taken: they take much longer than steps
+TRIALS = 40  # calls of a layer's operators after which the trial of their candidates has ended
 MARGIN = 1.2  # the largest error of a way, as a multiple of NCCL's
 Plan = dict[str, ParallelStyle]
 
@@ -166,27 +175,63 @@ def measure(case: Case, clock: Clock) -> dict[str, Any]:
     exact = case.reference()
     row: dict[str, Any] = {"model": case.model, "batch": case.batch, "context": case.options.context, "ways": {}}
     works: dict[tuple[str, str], Callable[[], None]] = {}
+    prefills: dict[str, Callable[[], None]] = {}
+    tokens, device = case.batch * case.options.context, case.job.device
     with kept() as generators:
         for way in case.options.ways:
+            before = allocated(device)
             generators[way] = generator = case.generator(way)
             error = case.error(generator, exact)
             row["ways"][way] = {"error": error}
             if error > MARGIN * row["ways"].get("NCCL", {"error": error})["error"] + 1e-6:
                 row["ways"][way]["left out"] = "its logits are wrong"
                 continue
+            prefills[way] = partial(generator.prefill, case.prompt)
+            for _ in range(-(-TRIALS // case.options.layers) if device.type == "cuda" else 1):
+                prefills[way]()
+            row["ways"][way]["bytes"] = peak(generator, prefills[way], device, before)
             works[way, "eager"] = partial(again, generator, case.options.context, generator.step)
-            if case.job.device.type == "cuda":
+            if device.type == "cuda":
                 replay = graphed(generator.step)
                 works[way, "graph"] = partial(again, generator, case.options.context, replay)
-            synchronize(case.job.device)
+            synchronize(device)
+        if "hostir" in prefills:
+            row["ways"]["hostir"]["symmetric bytes"] = sum(hostir.torch.report().symmetric_bytes.values())
+        few = copy.copy(clock)
+        few.runs = min(clock.runs, PREFILLS)
+        for way, us in few.race(prefills).items():
+            row["ways"][way] |= {"prefill us": us, "prefill tokens/s": tokens / us * 1e6}
         for (way, mode), us in clock.race(works).items():
             row["ways"][way] |= {f"{mode} us": us, f"{mode} tokens/s": case.batch / us * 1e6}
         for (way, mode), us in clock.host(works).items():
             row["ways"][way][f"host {mode} us"] = us
-        synchronize(case.job.device)
+        synchronize(device)
         dist.barrier()
     TwoShotLinear.spaces.clear()
     return row
+
+
+def allocated(device: torch.device) -> int:
+    """Return the bytes of the tensors on a device; 0 for a CPU."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def peak(generator: Generator, prefill: Callable[[], None], device: torch.device, before: int) -> int:
+    """Return the peak memory of a prefill and a step, in bytes, the largest of the ranks'; 0 for CPUs.
+
+    Args:
+        before: the bytes of the tensors that do not belong to this way.
+    """
+    if device.type == "cpu":
+        return 0
+    synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    prefill()
+    generator.step()
+    synchronize(device)
+    largest = torch.tensor(torch.cuda.max_memory_allocated(device) - before, device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return int(largest)
 
 
 def again(generator: Generator, position: int, step: Callable[[], None]) -> None:
@@ -217,9 +262,14 @@ def report(rows: list[dict[str, Any]]) -> str:
                 )
                 cells += [f"{us:.0f}" if us else "-", f"{best / us:.2f}" if us and best else "-"]
             rate = figures.get("graph tokens/s") or figures.get("eager tokens/s")
-            rated = f"{rate:.0f}" if rate else figures.get("left out", "-")
-            lines.append([f"{row['model']}, batch {row['batch']}", way, *cells, rated, f"{figures['error']:.1e}"])
-    headers = ["case", "way", "graph us", "x best peer", "eager us", "x best peer", "tokens/s", "error"]
+            cells.append(f"{rate:.0f}" if rate else figures.get("left out", "-"))
+            cells += [f"{figures[name]:.0f}" if name in figures else "-" for name in ("prefill us", "prefill tokens/s")]
+            cells += [
+                f"{figures[name] / 2**20:.0f}" if name in figures else "-" for name in ("bytes", "symmetric bytes")
+            ]
+            lines.append([f"{row['model']}, batch {row['batch']}", way, *cells, f"{figures['error']:.1e}"])
+    headers = ["case", "way", "graph us", "x best peer", "eager us", "x best peer", "tokens/s"]
+    headers += ["prefill us", "prefill tokens/s", "peak MiB", "symmetric MiB", "error"]
     return table(headers, lines)
 
 
@@ -247,7 +297,7 @@ def main(arguments: list[str] | None = None) -> None:
             for batch in options.batches:
                 rows.append(measure(Case(job, options, model, batch), clock))
                 if job.rank == 0 and options.out is not None:
-                    write(options.out, "Decoding, microseconds of a step", report(rows), {"rows": rows})
+                    write(options.out, "Prefill and decoding", report(rows), {"rows": rows})
         if job.rank == 0:
             print(report(rows), flush=True)
 

@@ -11,7 +11,8 @@ A step is one forward and one backward pass, issued by Python or replayed from o
 over ranks. A *way* is one implementation of the block. Each way is compiled, timed and profiled before the next one is
 compiled, so that its configuration and its compiled code stay in place. A step that compiles again while it is timed
 fails. A profile of a step shows the fused operators that it runs. A way fails if it does not run the operators in its
-name, or if it runs others.
+name, or if it runs others. A way of hostir also fails if it runs fewer than 4 gathers or 4 scatters. A block has 2
+gathers and 2 scatters forward, and as many backward.
 
 `alone` is the same way on a mesh of one rank, without communication. It has this rank's part of the parameters, and all
 tokens. It is timed in turn with the way. `exposed` is the time of the way minus `alone`: the communication that the way
@@ -56,7 +57,6 @@ import hostir.torch
 from benchmarks.harness import Clock, graphed, synchronize, table, write
 from examples.llama import Block, plan
 from hostir.job.session import Session, session
-from hostir.torch import OverlapPass
 
 SIZES = {"8B": (4096, 32, 8, 14336), "70B": (8192, 64, 8, 28672)}  # features, heads, kv heads, hidden
 HEAD = 128
@@ -66,8 +66,15 @@ PATIENCE = 300.0  # seconds that a rank waits for another rank, which may be com
 LONGEST = 300  # the most characters of the reason why a way failed
 ISSUED, REPLAYED = "issued", "replayed"
 FUSED = ("hostir::", "symm_mem::fused_")  # prefixes of the names of fused operators
+# The collectives of a block, forward and backward together, by a part of the names of the fused operators. Forward, the
+# block gathers before wq, wk, wv and before w1, w3, and scatters after wo and after w2. Backward, each gather becomes a
+# scatter, and each scatter becomes a gather.
+COLLECTIVES = {"all_gather": 4, "reduce_scatter": 4}
 MOST_OF_BF16, MOST_OF_FP8 = 1.5, 30.0  # the largest errors, as multiples of the error of DTensor in bf16
 T = TypeVar("T")
+Options = Callable[[], dict[str, Any] | None]  # returns options of Inductor
+OVERLAPS: Options = hostir.torch.overlap_pass.options
+ASYNC_TP: Options = lambda: {"_micro_pipeline_tp": True}  # noqa: E731
 HOSTIR, FLOAT8 = (
     {name.removeprefix("layers.*."): style for name, style in plan(fp8).items() if name.startswith("layers.*.")}
     for fp8 in (False, True)
@@ -182,11 +189,14 @@ class Case:
         """Return this rank's part of a tensor of all tokens."""
         return x.chunk(self.mesh.size(), 1)[self.mesh.get_local_rank()].contiguous()
 
-    def parallel(self, plan: Any, compiled: bool = False, dtype: torch.dtype | None = None) -> nn.Module:
+    def parallel(self, plan: Any, dtype: torch.dtype | None = None) -> nn.Module:
         """Return a copy of the block, parallelized by a plan."""
-        module = parallelize_module(copy.deepcopy(self.unsharded).to(dtype), self.mesh, plan)
-        if compiled:
-            module.compile(backend=self.backend, dynamic=False)
+        return parallelize_module(copy.deepcopy(self.unsharded).to(dtype), self.mesh, plan)
+
+    def compiled(self, plan: Any, options: Options = lambda: None) -> nn.Module:
+        """Return a copy of the block, parallelized by a plan, and compiled with options of Inductor."""
+        module = self.parallel(plan)
+        compile_in_place(module, self.backend, options)
         return module
 
     def plain(self) -> Block:
@@ -195,6 +205,24 @@ class Case:
         block = Block(*self.part).to(self.x.device, self.x.dtype)
         block.load_state_dict(parts)
         return block
+
+
+def compile_in_place(module: nn.Module, backend: str, options: Options) -> None:
+    """Compile a module for the shapes of its calls. `options` are for Inductor; other backends get no options.
+
+    Options also reach the backward graph. On torch 2.13 `inductor.patch` does not, as another thread compiles it.
+    """
+    module.compile(backend=backend, dynamic=False, options=options() if backend == "inductor" else None)
+
+
+def overlap_pass(case: Case) -> contextlib.AbstractContextManager[Any]:
+    """Configure hostir's pass for a backend that takes no options, but reads the configuration of Inductor.
+
+    Tests have such a backend. Inductor itself gets the pass in the options of `torch.compile`.
+    """
+    if case.backend == "inductor":
+        return contextlib.nullcontext()
+    return inductor.patch(post_grad_custom_post_pass=hostir.torch.overlap_pass)
 
 
 def as_local(x: Tensor) -> Tensor:
@@ -222,6 +250,8 @@ class Way:
         dtensors: True if its activations are DTensors.
         runs: the prefix of the names of the fused operators that it runs; empty if it runs none.
         most: the largest error that is accepted, as a multiple of the error of DTensor in bf16.
+        options: returns the options of Inductor with which it is compiled.
+        cuda: True if it cannot run on CPUs.
     """
 
     make: Callable[[Case], nn.Module]
@@ -229,34 +259,42 @@ class Way:
     dtensors: bool = False
     runs: str = ""
     most: float = MOST_OF_BF16
+    options: Options = lambda: None
+    cuda: bool = False
 
-    def check(self, operators: Counter[str]) -> None:
-        """Raise unless the operators that a step has run are the operators of this way."""
+    def check(self, operators: Counter[str], blocks: int = 0) -> None:
+        """Raise unless the operators that a step has run are the operators of this way.
+
+        Args:
+            blocks: the number of blocks. A way of hostir must run at least COLLECTIVES for each block, so that a step
+                is refused if only its forward pass is fused. torch's async TP may leave collectives unfused.
+        """
         others = [name for name in operators if not (self.runs and name.startswith(self.runs))]
         if others:
             raise RuntimeError(f"the step that was timed ran {', '.join(others)}, which is not of this way")
         if self.runs and not operators:
             raise RuntimeError(f"the step that was timed ran no operator '{self.runs}...'")
+        for kind, of_a_block in COLLECTIVES.items() if self.runs == HOSTIRS else ():
+            ran = sum(n for name, n in operators.items() if kind in name)
+            if ran < blocks * of_a_block:
+                raise RuntimeError(f"the step that was timed ran {ran} fused {kind}, not {blocks * of_a_block}")
 
 
 HOSTIRS, TORCHS = FUSED
 WAYS = {
     "DTensor eager": Way(lambda case: case.parallel(DTENSOR), dtensors=True),
-    "DTensor compiled": Way(lambda case: case.parallel(DTENSOR, compiled=True), dtensors=True),
+    "DTensor compiled": Way(lambda case: case.compiled(DTENSOR), dtensors=True),
     "DTensor compiled, async TP": Way(
-        lambda case: case.parallel(DTENSOR, compiled=True), async_tp, dtensors=True, runs=TORCHS
+        lambda case: case.compiled(DTENSOR, ASYNC_TP), async_tp, True, runs=TORCHS, options=ASYNC_TP, cuda=True
     ),
     "DTensor compiled, hostir's pass": Way(
-        lambda case: case.parallel(DTENSOR, compiled=True),
-        lambda case: inductor.patch(post_grad_custom_post_pass=OverlapPass()),
-        dtensors=True,
-        runs=HOSTIRS,
+        lambda case: case.compiled(DTENSOR, OVERLAPS), overlap_pass, True, runs=HOSTIRS, options=OVERLAPS
     ),
     "torch's operators": Way(lambda case: Operators(case.plain(), case.mesh.get_group()), runs=TORCHS),
     "hostir eager": Way(lambda case: case.parallel(HOSTIR), runs=HOSTIRS),
-    "hostir compiled": Way(lambda case: case.parallel(HOSTIR, compiled=True), runs=HOSTIRS),
+    "hostir compiled": Way(lambda case: case.compiled(HOSTIR), runs=HOSTIRS),
     "hostir eager, fp8": Way(lambda case: case.parallel(FLOAT8), runs=HOSTIRS, most=MOST_OF_FP8),
-    "hostir compiled, fp8": Way(lambda case: case.parallel(FLOAT8, compiled=True), runs=HOSTIRS, most=MOST_OF_FP8),
+    "hostir compiled, fp8": Way(lambda case: case.compiled(FLOAT8), runs=HOSTIRS, most=MOST_OF_FP8),
 }
 
 
@@ -281,13 +319,6 @@ class Step:
         matrices = [as_local(p.grad) for p in self.module.parameters() if p.ndim == 2]
         return torch.cat([self.x.grad.flatten(), *(each.flatten() for each in matrices)]).float()
 
-    def operators(self) -> Counter[str]:
-        """Profile a step; return its fused operators with their counts."""
-        with profile(activities=[ProfilerActivity.CPU]) as watched:
-            self()
-            synchronize(self.x.device)
-        return Counter(event.name for event in watched.events() if event.name.startswith(FUSED))
-
     def peak(self) -> int:
         """Return the peak memory of a step in bytes."""
         for each in (self.x, *self.module.parameters()):
@@ -300,6 +331,20 @@ class Step:
         self()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
+
+
+def operators_of(step: Callable[[], Any], device: torch.device) -> Counter[str]:
+    """Profile a step; return its fused operators with their counts."""
+    with profile(activities=[ProfilerActivity.CPU]) as watched:
+        step()
+        synchronize(device)
+    return Counter(event.name for event in watched.events() if event.name.startswith(FUSED))
+
+
+def listed(operators: dict[str, int]) -> str:
+    """Return fused operators with their counts as a text."""
+    ran = (f"{n} {operator.partition('::')[2]}" for operator, n in sorted(operators.items()))
+    return ", ".join(ran) or "none"
 
 
 # Measuring ------------------------------------------------------------------------------------------------------------
@@ -398,8 +443,8 @@ class Bench:
         with torch.compiler.set_stance("fail_on_recompile"):
             times = self.attempt("timed", partial(self.clock.race, works))
             host = self.attempt("timed on the host", partial(self.clock.host, {"": step}))[""]
-            operators = self.attempt("profiled", step.operators)
-        self.attempt("operators", partial(way.check, operators))
+            operators = self.attempt("profiled", partial(operators_of, step, self.joined.device))
+        self.attempt("operators", partial(way.check, operators, blocks=1))
         figures: dict[str, Any] = {"host_us": host, "bytes": peak, "error": error, "operators": dict(operators)}
         for mode in (ISSUED, REPLAYED):
             figures[mode] = {name: times[name, mode] for name in ("step", "alone") if (name, mode) in times}
@@ -488,8 +533,7 @@ def report(rows: list[dict[str, Any]]) -> str:
                 f"{way['bytes'] / 2**20:.0f}",
                 f"{way['error'] / row['error_of_bf16']:.2f}",
             ]
-            ran = (f"{n} {operator.partition('::')[2]}" for operator, n in sorted(way["operators"].items()))
-            lines.append([*line, ", ".join(ran) or "none"])
+            lines.append([*line, listed(way["operators"])])
         texts.append(f"## {row['model']}, {row['tokens']} tokens, {row['widths']}")
         texts += [table(headers, lines)] if lines else []
         wrong = row["failed"] | {

@@ -201,7 +201,7 @@ TRAIN = functools.partial(
     model,
     module="train",
     sizes=["--models", "70B"],
-    tiny=["--models", "8B", "--tokens", "64", "--layers", "1", "--steps", "1", "--ways", "hostir eager"],
+    tiny=["--models", "8B", "--tokens", "64", "--layers", "1", "--steps", "1", "--ways", TRIED],
 )
 GENERATE = functools.partial(
     model,

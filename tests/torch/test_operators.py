@@ -14,7 +14,7 @@ from tests.launch import environment, launch
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-NAMES = ("operator", "scaled", "layer", "stack", "module", "style", "overlap", "expert")
+NAMES = ("operator", "scaled", "layer", "stack", "module", "style", "overlap", "training", "expert")
 SCRIPTS = [HERE / f"{name}_cases.py" for name in NAMES]
 ON_FOUR = {  # the other cases do not depend on the number of ranks, and run on two only
     "fused_all_gather_matmul",
@@ -40,6 +40,15 @@ ON_FOUR = {  # the other cases do not depend on the number of ranks, and run on 
     "layers_in_fp8_multiply_fp8_numbers",
     "modules_can_be_combined_with_fully_shard",
     "a_checkpoint_can_be_loaded_by_another_number_of_ranks",
+    "mlps_of_dtensors_are_fused",
+    "all_reduces_of_dtensors_are_fused",
+    "few_summed_rows_are_fused_with_their_residual_and_norm",
+    "several_gathers_of_one_graph_are_fused",
+    "the_pass_trains_beside_fully_shard",
+    "the_pass_trains_inside_checkpoints",
+    "the_pass_adds_gradients_of_micro_batches",
+    "the_pass_trains_with_four_numbers_of_tokens",
+    "layers_train_inside_checkpoints",
     "experts_match_a_mixture_on_one_rank_with_gradients",
     "modules_of_experts_train_like_on_one_rank",
     "a_style_shards_modules_of_experts",
