@@ -58,7 +58,7 @@ def test_a_pattern_gives_the_unsharded_result(pattern: Pattern, ranks: int) -> N
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "f16", "f64"])
-@pytest.mark.parametrize("pattern", IN_F64, ids=lambda p: p.__name__)
+@pytest.mark.parametrize("pattern", [p for p in IN_F64 if p.__module__ == patterns.__name__], ids=lambda p: p.__name__)
 def test_a_pattern_gives_the_unsharded_result_in_other_dtypes(pattern: Pattern, dtype: str) -> None:
     fusion = pattern(ranks=4, dtype=dtype)
     assert_unsharded_result(fusion.program(), [hi.lower(fusion, "pipeline"), hi.lower(fusion, "sequential")])
