@@ -6,7 +6,7 @@ the same inputs. The allowed error is
     (1.1 * error of the plain computation + slack) * sqrt(1 + s)
 
 - The slack has two parts. Here a unit is the machine epsilon of a dtype. The first part is half a unit of f32: it
-  allows for another order of summation. The second part is 1.5/sqrt(n) units of the result's dtype, for a result of n
+  allows for another order of summation. The second part is 2/sqrt(n) units of the result's dtype, for a result of n
   elements: it allows for chance, because the norm over a few elements varies.
 - s accounts for the sums over ranks. Rounding errors are independent, so their squares add up. Every sum over R ranks
   adds to s the squared error of its roundings, in units of the squared error of one rounding of the result. A sum that
@@ -42,7 +42,7 @@ from hostir.ir.types import INTEGERS
 from hostir.kernels.dtypes import torch_dtype
 
 SLACK = 1.1
-CHANCE = 1.5  # units in the last place by which the rounding of one element may differ
+CHANCE = 2.0  # units in the last place by which the rounding of one element may differ
 
 
 @dataclass(frozen=True)

@@ -131,6 +131,8 @@ def all_gather() -> None:
 @case
 def every_pattern_in_f64() -> None:
     for pattern in symbolic.PATTERNS:
+        if pattern is patterns.moe_layer_fp8:  # a product of fp8 matrices has no f64
+            continue
         for source, p in symbolic.lowered(pattern, SIZE, "f64"):
             inputs = random_inputs(p, {"M": 48}, seed=SEED)
             results = Executor(p, sizes={"M": 48})(
