@@ -125,30 +125,28 @@ def rounded(x: Tensor, axis: int) -> Tensor:
 
 
 class Float8Product(torch.autograd.Function):
-    """`x @ weight^T` with rounded operands. If `gathers_dy`, the gradient of the weight also uses a rounded dy."""
+    """`x @ weight^T`, and its gradients, with rounded operands. Both products of dy have its rounded rows."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, gathers_dy: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.gathers_dy = gathers_dy
         return (rounded(x, -1) @ rounded(weight, 1).t()).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
-        left = rounded(dy, -1) if ctx.gathers_dy else dy.double()
-        d_weight = left.flatten(0, -2).t() @ rounded(x, -1).flatten(0, -2)
-        return (rounded(dy, -1) @ rounded(weight, 0)).to(x.dtype), d_weight.to(weight.dtype), None
+        rows = rounded(dy, -1)
+        d_weight = rows.flatten(0, -2).t() @ rounded(x, -1).flatten(0, -2)
+        return (rows @ rounded(weight, 0)).to(x.dtype), d_weight.to(weight.dtype)
 
 
 class Float8Linear(nn.Linear):
-    gathers_dy = False
     rounds = True
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.rounds:
             return super().forward(x)
-        y = Float8Product.apply(x, self.weight, self.gathers_dy)
+        y = Float8Product.apply(x, self.weight)
         return y if self.bias is None else y + self.bias
 
 
@@ -157,7 +155,6 @@ def in_float8(model: nn.Module) -> nn.Module:
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and name != "output":
             module.__class__ = Float8Linear
-            module.gathers_dy = name.endswith(("wo", "w2"))
     return model
 
 
@@ -273,6 +270,17 @@ def compare(model: nn.Module, alone: nn.Module, loss: Tensor, tokens: Tensor, st
     return text
 
 
+def held_bytes(device: torch.device) -> tuple[int, int]:
+    """Return the bytes of tensors that are alive, for example between two steps, and the bytes of symmetric memory."""
+    symmetric = sum(report().symmetric_bytes.values())
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(), symmetric
+    gc.collect()
+    kept = [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter)]
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in kept}
+    return sum(storages.values()), symmetric
+
+
 class Trainer:
     """A model, its data and its optimizer. `mesh` has axes `dp` (replicas) and `tp`. It is None for one rank."""
 
@@ -342,16 +350,6 @@ class Trainer:
         self.optimizer.step()
         return said
 
-    def held(self) -> tuple[int, int]:
-        """Return the bytes of tensors that are alive between two steps, and the bytes of symmetric memory."""
-        symmetric = sum(report().symmetric_bytes.values())
-        if self.device.type == "cuda":
-            return torch.cuda.memory_allocated(), symmetric
-        gc.collect()
-        kept = [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter)]
-        storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in kept}
-        return sum(storages.values()), symmetric
-
     def checkpoint(self, action: str, folder: str) -> None:
         """Save or load parameters. The numbers of ranks that save and load may differ."""
         state = self.model.state_dict()
@@ -408,7 +406,7 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
         said = trainer.step(number)
         if number not in {1, 2, 3, 30, options.steps}:
             continue
-        before, held = held, trainer.held() if number >= 30 else held
+        before, held = held, held_bytes(device) if number >= 30 else held
         memory = f", {held[0]} bytes, of symmetric memory {held[1]}" if number >= 30 else ""
         if first:
             print(f"step {number}: {said}{memory}", flush=True)

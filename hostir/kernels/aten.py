@@ -390,9 +390,31 @@ def quantize_rows(out: torch.Tensor, scale: torch.Tensor, x: torch.Tensor) -> No
     out.copy_((x.float() / scale).to(out.dtype))
 
 
-def dequantize_rows(out: torch.Tensor, x: torch.Tensor, scale: torch.Tensor) -> None:
-    """`out = x * scale`, for rows in fp8 and a scale for each row."""
-    out.copy_(x.float() * scale)
+def joint_scales(ratio: torch.Tensor, scales: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Replace the scales of the rows of two operands, `a` and `b`, by one scale for all rows.
+
+    A sum over rows of the products of both operands is then `scales[0]` times the sum over rows `t` of the products of
+    the quantized operands, of which one is multiplied by `ratio[t]`. A ratio is at most 1, and a power of two like the
+    scales. `scales[0]` is at least 2^-126, and NaN if a scale is NaN.
+
+    Arguments:
+        ratio: `[rows]`, the result.
+        scales: `[2]`, the other result; `scales[1]` is 1, the scale of the second operand.
+        a, b: scales of rows, `[outer, inner, 1]`, with `outer * inner` rows.
+    """
+    product = (a * b).flatten()
+    scales[0], scales[1] = product.amax().clamp_min(LEAST_SCALE), 1
+    ratio.copy_(product / scales[0])
+
+
+def transpose_rows(out: torch.Tensor, x: torch.Tensor, scale: torch.Tensor | None = None) -> None:
+    """Transpose the rows of `x`, `[outer, inner, columns]`, each multiplied by its number of `scale`.
+
+    `out` is `[columns, length]`, contiguous, of the dtype of `x`. Its columns beyond the rows of `x` get 0.
+    """
+    flat = x.flatten(0, 1)
+    out[:, : len(flat)] = (flat if scale is None else (flat.float() * scale[:, None]).to(x.dtype)).t()
+    out.view(torch.uint8)[:, len(flat) :] = 0
 
 
 KERNELS: dict[str, Callable[..., None]] = {

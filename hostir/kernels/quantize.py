@@ -1,4 +1,4 @@
-"""Quantize to 8-bit floats in Triton, and back.
+"""Quantize to 8-bit floats in Triton, and transpose quantized rows.
 
 One kernel computes the scales of rows or blocks; another divides by them. Each of them reads its input `x` once.
 `quantize_rows` does both in one kernel, with scales that are powers of two.
@@ -18,6 +18,7 @@ from hostir.kernels.matmul.operands import DTYPES
 
 _WIDTH = 4096  # elements that a program reads at once
 _TILE = 64  # rows and columns of a tile, if neighbouring elements of a column are neighbours in memory
+_SQUARE = 128  # rows and columns of a tile that is transposed
 _WARPS = 8
 
 
@@ -164,15 +165,52 @@ def _quantize_rows_kernel(
             _write_tile(out, tile, inverse, row, start + place, rows, columns, out_row, out_column)
 
 
+@triton.jit(do_not_specialize=["inner", "rows"])
+def _joint_scales_kernel(
+    a, b, ratio, scales, inner, rows, a_outer, a_inner, b_outer, b_inner, least, WIDTH: tl.constexpr
+):
+    """Compute `joint_scales` in one program, which reads `WIDTH` rows at a time."""
+    most = tl.full((1,), least, tl.float32).to(tl.int32, bitcast=True)
+    for start in range(0, rows, WIDTH):
+        product = _product_of_scales(a, b, start, inner, rows, a_outer, a_inner, b_outer, b_inner, WIDTH)
+        most = tl.maximum(most, tl.max(magnitude(product), 0))
+    largest = most.to(tl.float32, bitcast=True)
+    first = tl.arange(0, 1)
+    tl.store(scales + first, largest)
+    tl.store(scales + first + 1, tl.full((1,), 1.0, tl.float32))
+    for start in range(0, rows, WIDTH):
+        product = _product_of_scales(a, b, start, inner, rows, a_outer, a_inner, b_outer, b_inner, WIDTH)
+        row = start + tl.arange(0, WIDTH)
+        tl.store(ratio + row, tl.div_rn(product, tl.broadcast_to(largest, (WIDTH,))), mask=row < rows)
+
+
 @triton.jit
-def _dequantize_kernel(x, scale, out, columns, x_row, x_column, scale_row, out_row, out_column, WIDTH: tl.constexpr):
-    """Multiply up to `WIDTH` elements of a row by the scale of the row."""
-    pieces = tl.cdiv(columns, WIDTH)
-    row, column = (tl.program_id(0) // pieces).to(tl.int64), tl.program_id(0) % pieces * WIDTH + tl.arange(0, WIDTH)
-    mask, far = column < columns, column.to(tl.int64)
-    read = to_float32(tl.load(x + row * x_row + far * x_column, mask=mask, other=0.0))
-    product = from_float32(read * tl.load(scale + row * scale_row), out.dtype.element_ty)
-    tl.store(out + row * out_row + far * out_column, product, mask=mask)
+def _product_of_scales(a, b, start, inner, rows, a_outer, a_inner, b_outer, b_inner, WIDTH: tl.constexpr):
+    """Return the products of two scales for `WIDTH` rows; 0 outside of the `rows`."""
+    row = start + tl.arange(0, WIDTH)
+    outer, place = (row // inner).to(tl.int64), row % inner
+    of_a = tl.load(a + outer * a_outer + place * a_inner, mask=row < rows, other=0.0)
+    return of_a * tl.load(b + outer * b_outer + place * b_inner, mask=row < rows, other=0.0)
+
+
+@triton.jit(do_not_specialize=["inner", "rows"])
+def _transpose_kernel(
+    x, scale, out, inner, rows, columns, length, x_outer, x_inner, x_column, out_row, TILE: tl.constexpr
+):
+    """Transpose a tile of `x`, and multiply each of its rows by a scale, if there are scales.
+
+    Row `t` of `x` is its row `t % inner` in part `t // inner`. `out` has `length` columns; those beyond the rows get 0.
+    """
+    across = tl.cdiv(length, TILE)
+    row = tl.program_id(0) % across * TILE + tl.arange(0, TILE)
+    column = (tl.program_id(0) // across * TILE + tl.arange(0, TILE)).to(tl.int64)
+    at = (row // inner).to(tl.int64) * x_outer + (row % inner).to(tl.int64) * x_inner
+    there = (column < columns)[None, :]
+    tile = tl.load(x + at[:, None] + column[None, :] * x_column, mask=(row < rows)[:, None] & there, other=0.0)
+    if scale is not None:
+        by = tl.load(scale + row, mask=row < rows, other=0.0)
+        tile = from_float32(to_float32(tile) * by[:, None], out.dtype.element_ty)
+    tl.store(out + column[None, :] * out_row + row[:, None], tile, mask=(row < length)[:, None] & there)
 
 
 def row_scales(out: torch.Tensor, x: torch.Tensor, *, dtype: str, block: int = 0) -> None:
@@ -254,20 +292,25 @@ def quantize_rows(out: torch.Tensor, scale: torch.Tensor, x: torch.Tensor) -> No
         )
 
 
-def dequantize_rows(out: torch.Tensor, x: torch.Tensor, scale: torch.Tensor) -> None:
-    """Compute `out = x * scale` in Triton, for rows in fp8 and a scale for each row.
+def joint_scales(ratio: torch.Tensor, scales: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Compute one scale for all rows of two operands in Triton: see `aten.joint_scales`."""
+    outer, inner, _ = a.shape
+    with launching(check_device(ratio=ratio, scales=scales, a=a, b=b)):
+        launch(
+            *(_joint_scales_kernel, 1, a, b, ratio, scales, inner, outer * inner),
+            *(*a.stride()[:2], *b.stride()[:2], aten.LEAST_SCALE),
+            WIDTH=min(triton.next_power_of_2(outer * inner), 2 * _WIDTH),
+            num_warps=2 * _WARPS,
+        )
 
-    ATen computes the result instead if `x` has no elements, or if the rows of a tensor have no constant stride.
-    """
-    flat, flat_out, flat_scale = rows(x), rows(out), rows(scale)
-    if flat is None or flat_out is None or flat_scale is None or out.dtype not in DTYPES or not x.numel():
-        aten.dequantize_rows(out, x, scale)
-        return
-    (count, columns), width = flat.shape, min(triton.next_power_of_2(x.shape[-1]), _WIDTH)
+
+def transpose_rows(out: torch.Tensor, x: torch.Tensor, scale: torch.Tensor | None = None) -> None:
+    """Transpose rows in Triton, each multiplied by its number of `scale`: see `aten.transpose_rows`."""
+    (outer, inner, columns), length = x.shape, out.shape[1]
     with launching(check_device(x=x, scale=scale, out=out)):
         launch(
-            *(_dequantize_kernel, count * -(-columns // width)),
-            *(flat, flat_scale, flat_out, columns, *flat.stride(), flat_scale.stride(0), *flat_out.stride()),
-            WIDTH=width,
+            *(_transpose_kernel, -(-length // _SQUARE) * -(-columns // _SQUARE)),
+            *(x, scale, out, inner, outer * inner, columns, length, *x.stride(), out.stride(0)),
+            TILE=_SQUARE,
             num_warps=_WARPS,
         )

@@ -1,11 +1,14 @@
 """Compute linear layers in fp8: quantize rows, gather the rows with their scales, and multiply. Layers have gradients.
 
-The recipe is torchao's `rowwise_with_gw_hp`. Operands are quantized to e4m3. There is a scale for each row of the left
+The recipe is similar to torchao's `rowwise`. Operands are quantized to e4m3. There is a scale for each row of the left
 operand, and for each column of the right operand. Each call computes new scales and rounds them up to powers of two.
-The output and the gradient of the input are products in fp8. The gradient of the weight is a product in the layer's
-dtype. Its operands are read in fp8, because this rank already has them in fp8: a column-parallel layer has the gathered
-x, and a row-parallel layer has its x and the gathered gradient of the output. torchao would gather rows again in the
-layer's dtype.
+The output, the gradient of the input and the gradient of the weight are products in fp8.
+
+The gradient of the weight is a sum over rows: `dy^T @ x`. Its operands are quantized rows that this rank already has:
+x as the forward pass multiplied it, and dy as the gradient of the input multiplies it. torchao would quantize the
+columns of both anew. A sum over rows can't be multiplied by the scales of the rows. So the rows of dy are multiplied by
+`scale of x * scale of dy`, relative to the largest of these products over all rows. That doesn't round, because scales
+are powers of two: only a number that gets 14,000 times smaller than the largest one loses bits.
 
 A rank that sees only a part of a row or column may choose another scale than a rank that sees all of it. Because all
 scales are powers of two, both ranks round an element to the same value. Elements more than 14,000 times smaller than
@@ -22,12 +25,14 @@ from torch import Tensor
 
 from hostir.ir.source import error, user_span
 from hostir.kernels import aten
+from hostir.kernels.contractions import scaled_matmul_of_either
 from hostir.torch.ops.all_gather_scaled_matmul import all_gather_scaled_matmul
-from hostir.torch.ops.gradients import grad_dtype, refuse_twice, side_by_side, weight_gradient
+from hostir.torch.ops.gradients import grad_dtype, refuse_twice
 from hostir.torch.ops.library import GATHERED, SCATTERED, check_operands, define
 from hostir.torch.ops.scaled_matmul_reduce_scatter import scaled_matmul_reduce_scatter
 
 FLOAT8 = "f8e4m3"
+ALIGNMENT = 16  # elements: the sums of cuBLAS's products in fp8 have a multiple of them
 _modes = torch._C._len_torch_dispatch_stack
 Quantized = tuple[Tensor, Tensor]
 
@@ -73,13 +78,64 @@ def quantize_columns(b: Tensor) -> Quantized:
     return q.t(), scale.t()
 
 
-def widened(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dequantize: return `q * scale` in `dtype`."""
-    if is_traced():
-        return (q.float() * scale).to(dtype)
-    wide = torch.empty(q.shape, dtype=dtype, device=q.device)
-    kernels_for(q).dequantize_rows(wide, q, scale)
-    return wide
+def _empty_gradient(dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, dtype: str) -> Tensor:
+    return x.new_empty(dy.shape[-1], x.shape[-1], dtype=getattr(torch, dtype))
+
+
+@define(
+    "float8_weight_gradient(Tensor dy, Tensor dy_scale, Tensor x, Tensor x_scale, str dtype) -> Tensor",
+    fake=_empty_gradient,
+)
+def float8_weight_gradient(dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, dtype: str) -> Tensor:
+    """Return `dy^T @ x`, `[N, K]` in `dtype`, of rows in fp8.
+
+    Arguments:
+        dy: `[outer, inner, N]` in fp8, for `outer * inner` rows.
+        dy_scale: the scales of its rows, `[outer, inner, 1]`: powers of two.
+        x: `[outer, inner, K]` in fp8.
+        x_scale: the scales of its rows, as for `dy`.
+        dtype: the dtype of the result: `bfloat16`, `float16` or `float32`.
+    """
+    out, rows = _empty_gradient(dy, dy_scale, x, x_scale, dtype), x.shape[:-1].numel()
+    if not rows:
+        return out.zero_()
+    kernels, length = kernels_for(x), -(-rows // ALIGNMENT) * ALIGNMENT
+    ratio, scales = dy_scale.new_empty(rows), dy_scale.new_empty(2)
+    kernels.joint_scales(ratio, scales, dy_scale, x_scale)
+    left, right = (each.new_empty(each.shape[-1], length) for each in (dy, x))
+    kernels.transpose_rows(left, dy, ratio)  # tensor cores read fp8 along the sum
+    kernels.transpose_rows(right, x)
+    multiply = scaled_matmul_of_either if x.is_cuda else aten.scaled_matmul
+    multiply(out, left, right.t(), scales[:1], scales[1:])
+    return out
+
+
+def _rows_of(x: Tensor, axis: int) -> Tensor:
+    """Return `x[..., K]` as `[outer, inner, K]`, with rows in the order of memory if `axis` is outermost there."""
+    x = x.movedim(axis, 0) if axis < x.ndim - 1 else x
+    return x.reshape(x.shape[0] if x.ndim > 2 else 1, -1, x.shape[-1])
+
+
+def _weight_gradients(
+    x: Quantized, dy: Quantized, axis: int, widths: Sequence[int], dtypes: Sequence[str]
+) -> list[Tensor | None]:
+    """Return the gradients of several weights with the same input, from their output gradients side by side.
+
+    Arguments:
+        x: the rows of the input in fp8, and their scales.
+        dy: the gradients of the outputs, side by side, in fp8, and the scales of their rows.
+        axis: the axis of `x` and `dy` that is outermost in memory.
+        widths: the numbers of columns of the outputs.
+        dtypes: the dtype of each gradient; empty for a weight that needs none.
+    """
+    wanted = {dtype for dtype in dtypes if dtype}
+    if not wanted:
+        return [None] * len(dtypes)
+    common = wanted.pop() if len(wanted) == 1 else "float32"
+    dtype = "float32" if common == "float64" else common
+    operands = [_rows_of(each, axis) for each in (*dy, *x)]
+    parts = float8_weight_gradient.call(*operands, dtype).split(list(widths))
+    return [part.to(getattr(torch, name)) if name else None for part, name in zip(parts, dtypes, strict=True)]
 
 
 def is_traced() -> bool:
@@ -194,17 +250,15 @@ def row_linear(x: Tensor, weight: Tensor, axis: int, group: str) -> Tensor:
 
 def _columns_setup(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.set_materialize_grads(False)
-    x, weights, ctx.axis, ctx.group = inputs
+    _, weights, ctx.axis, ctx.group = inputs
     q, scale, _ = output
     ctx.mark_non_differentiable(q, scale)
-    _save_columns(ctx, x.dtype, [grad_dtype(w) for w in weights], q, scale, weights)
+    _save_columns(ctx, [grad_dtype(w) for w in weights], q, scale, weights)
 
 
-def _save_columns(
-    ctx: Any, dtype: torch.dtype, dtypes: list[str], q: Tensor, scale: Tensor, weights: Sequence[Tensor]
-) -> None:
+def _save_columns(ctx: Any, dtypes: list[str], q: Tensor, scale: Tensor, weights: Sequence[Tensor]) -> None:
     """Save what the gradients of `float8_column_linear` need. `dtypes` has the dtype of each weight's gradient."""
-    ctx.dtype, ctx.dtypes = dtype, dtypes
+    ctx.dtypes = dtypes
     ctx.save_for_backward(*((q, scale) if any(dtypes) else (None, None)), *weights)
 
 
@@ -222,27 +276,33 @@ def _column_gradients(
     dys = [dy for dy in d_products if dy is not None]
     d_x: Tensor | None = None
     d_ws: list[Tensor | None] = [None] * len(weights)
-    if for_x and used:
-        dy, weight = side_by_side(dys, [weights[i] for i in used], linear=True)
-        d_x = _scattered(*quantize_rows(dy), weight, ctx.axis, ctx.group)
-    if any(ctx.dtypes):
-        x = widened(q, scale, ctx.dtype)
-        for i, dy in zip(used, dys, strict=True):
-            d_ws[i] = weight_gradient(x, dy, ctx.axis, ctx.dtypes[i], True) if ctx.dtypes[i] else None
+    if not used:
+        return d_x, d_ws
+    rows = quantize_rows(dys[0] if len(dys) == 1 else torch.cat(dys, dim=-1))
+    if for_x:
+        d_x = _scattered(*rows, _stacked([weights[i] for i in used]), ctx.axis, ctx.group)
+    widths, dtypes = [dy.shape[-1] for dy in dys], [ctx.dtypes[i] for i in used]
+    for i, d_w in zip(used, _weight_gradients((q, scale), rows, ctx.axis, widths, dtypes), strict=True):
+        d_ws[i] = d_w
     return d_x, d_ws
+
+
+def _stacked(weights: Sequence[Tensor]) -> Tensor:
+    """Return the rows of several weights in one matrix."""
+    return weights[0] if len(weights) == 1 else torch.cat([*weights])
 
 
 def _rows_setup(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.set_materialize_grads(False)
-    x, weight, ctx.axis, ctx.group = inputs
+    _, weight, ctx.axis, ctx.group = inputs
     _, q, scale = output
     ctx.mark_non_differentiable(q, scale)
-    _save_rows(ctx, x.dtype, grad_dtype(weight), q, scale, weight)
+    _save_rows(ctx, grad_dtype(weight), q, scale, weight)
 
 
-def _save_rows(ctx: Any, x_dtype: torch.dtype, dtype: str, q: Tensor, scale: Tensor, weight: Tensor) -> None:
+def _save_rows(ctx: Any, dtype: str, q: Tensor, scale: Tensor, weight: Tensor) -> None:
     """Save what the gradients of `float8_row_linear` need. `dtype` is the dtype of the weight's gradient."""
-    ctx.x_dtype, ctx.dtype = x_dtype, dtype
+    ctx.dtype = dtype
     ctx.save_for_backward(*((q, scale) if dtype else (None, None)), weight)
 
 
@@ -257,10 +317,7 @@ def _row_gradients(ctx: Any, for_x: bool, dy: Tensor) -> tuple[Tensor | None, Te
     """Return the gradients of x, if `for_x`, and of the weight."""
     q, scale, weight = ctx.saved_tensors
     full, full_scale, (d_x,) = _gathered(dy, [weight], ctx.axis, ctx.group)
-    d_w = None
-    if ctx.dtype:
-        x, dy = widened(q, scale, ctx.x_dtype), widened(full, full_scale, ctx.x_dtype)
-        d_w = weight_gradient(x, dy, ctx.axis, ctx.dtype, True)
+    (d_w,) = _weight_gradients((q, scale), (full, full_scale), ctx.axis, [weight.shape[0]], [ctx.dtype])
     return d_x if for_x else None, d_w
 
 
@@ -279,7 +336,7 @@ class TracedColumnLinear(torch.autograd.Function):
     def forward(ctx: Any, axis: int, group: str, dtypes: list[str], x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.axis, ctx.group = axis, group
         q, scale, products = _gathered(x, [w.t() for w in weights], axis, group)
-        _save_columns(ctx, x.dtype, dtypes, q, scale, weights)
+        _save_columns(ctx, dtypes, q, scale, weights)
         return tuple(products)
 
     @staticmethod
@@ -295,7 +352,7 @@ class TracedRowLinear(torch.autograd.Function):
     def forward(ctx: Any, axis: int, group: str, dtype: str, x: Tensor, weight: Tensor) -> Tensor:
         ctx.axis, ctx.group = axis, group
         q, scale = quantize_rows(x)
-        _save_rows(ctx, x.dtype, dtype, q, scale, weight)
+        _save_rows(ctx, dtype, q, scale, weight)
         return _scattered(q, scale, weight.t(), axis, group)
 
     @staticmethod

@@ -19,6 +19,7 @@ from hostir.kernels.scaled import scaled_matmul
 from hostir.kernels.scaled_library import scaled_by_library
 from hostir.kernels.scales import scaled_matmul_reference
 from hostir.kernels.table import kernel_table
+from hostir.torch.float8 import float8_weight_gradient
 from tests.gpu.one_device import descriptor_modes
 from tests.kernels.checking import assert_as_accurate, assert_only_view_written, embedded
 
@@ -228,7 +229,30 @@ def test_rows_quantized_in_one_kernel_have_the_bits_of_the_cpu_in_both_layouts(d
         quantize.quantize_rows(out, gpu_scale, on_gpu)
         torch.testing.assert_close(gpu_scale.cpu(), scale, rtol=0, atol=0, equal_nan=True)
         torch.testing.assert_close(out.cpu().float(), q.float(), rtol=0, atol=0, equal_nan=True)
-    wide, exact = torch.full(x.shape, math.nan, dtype=dtype, device=CUDA), torch.empty(x.shape, dtype=dtype)
-    quantize.dequantize_rows(wide, out, gpu_scale)
-    aten.dequantize_rows(exact, q, scale)
-    torch.testing.assert_close(wide.cpu(), exact, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("outer", "inner", "N", "K"), [(1, 4096, 1280, 8192), (2, 500, 96, 256), (3, 33, 40, 72)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_gradients_of_weights_are_sums_of_the_rows_in_fp8(outer, inner, N, K, dtype):
+    rows, exact = [], []
+    for columns, powers in ((N, (1, -3)), (K, (-2, 2))):
+        shape, size = (outer, inner, columns), torch.logspace(*powers, inner, 2.0)[:, None]
+        q, scale = torch.empty(shape, dtype=torch.float8_e4m3fn, device=CUDA), torch.empty(*shape[:-1], 1, device=CUDA)
+        quantize.quantize_rows(q, scale, torch.randn(shape, device=CUDA) * size.to(CUDA))
+        rows += [q, scale]
+        exact.append((q.double() * scale).flatten(0, 1))
+    strided = [t.view(torch.uint8).transpose(0, 1).contiguous().transpose(0, 1).view(t.dtype) for t in rows]
+    exact = exact[0].t() @ exact[1]
+    for given in (rows, strided):
+        out = float8_weight_gradient.call(*given, dtype)
+        assert out.dtype == getattr(torch, dtype)
+        error = (out.double() - exact).norm() / exact.norm()
+        rounded = (exact.to(out.dtype).double() - exact).norm() / exact.norm()
+        assert error <= 1.1 * rounded + 1e-4, (error, rounded)  # tensor cores add 128 products in about 14 bits
+    left, kept = rows[0], torch.empty(outer * inner, device=CUDA)
+    length, scales = -(-outer * inner // 16) * 16, torch.empty(2, device=CUDA)
+    quantize.joint_scales(kept, scales, rows[1], rows[3])
+    ours, atens = (torch.full((N, length), math.nan, device=CUDA).to(left.dtype) for _ in range(2))
+    quantize.transpose_rows(ours, left, kept)
+    aten.transpose_rows(atens, left, kept)
+    assert torch.equal(ours.view(torch.uint8), atens.view(torch.uint8))

@@ -24,7 +24,13 @@ from hostir.kernels.matmul.tiles import Tile, candidates
 from hostir.kernels.norm import _rms_norm_kernel
 from hostir.kernels.outer import _grouped_outer_kernel
 from hostir.kernels.outer import _tile as outer_tile
-from hostir.kernels.quantize import _quantize_kernel, _quantize_rows_kernel, _row_scales_kernel
+from hostir.kernels.quantize import (
+    _SQUARE,
+    _quantize_kernel,
+    _quantize_rows_kernel,
+    _row_scales_kernel,
+    _transpose_kernel,
+)
 from hostir.kernels.reduce import SumConstants, SumPart, sum_kernel
 from hostir.kernels.rows_by_index import _combine_rows_kernel
 from tests.kernels.hopper import SHARED_MEMORY, TARGET, counted, hopper, inputs_of
@@ -717,3 +723,14 @@ def test_copies_let_the_next_kernel_start_move_16_bytes_at_a_time_and_then_raise
     assert 0 < arrival < handed_on < raising, "flags travel to peers while the next batch is copied"
     assert arrival < ptx.find("bar.sync", arrival) < handed_on
     assert handed_on < ptx.find("bar.sync", handed_on) < raising, "a barrier comes before any thread raises a flag"
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_rows_of_fp8_are_transposed_16_bytes_at_a_time(scaled):
+    constants = {"TILE": _SQUARE, "x_column": 1, **({} if scaled else {"scale": None})}
+    pointers = {"x": "*fp8e4nv", "out": "*fp8e4nv", "scale": "*fp32"}
+    source = aligned_source(_transpose_kernel, constants, pointers, ("inner", "rows"))
+    kernel = triton.compile(source, target=TARGET, options={"num_warps": 8})
+    widths = {access: set(re.findall(rf"{access}\.global\.(\S*)", kernel.asm["ptx"])) for access in ("ld", "st")}
+    assert widths == {"ld": {"v4.b32", *(["b32"] if scaled else [])}, "st": {"v4.b32"}}
+    assert kernel.metadata.spilled == 0

@@ -100,11 +100,7 @@ def test_rows_have_the_least_power_of_two_that_fits_as_their_scale_in_both_layou
             quantize.quantize_rows(out, scale, read)
             torch.testing.assert_close(scale.view_as(wanted_scale), wanted_scale, rtol=0, atol=0, equal_nan=True)
             assert same_bits(out.view_as(wanted), wanted)
-        wide, exact = torch.full(shape, -1.0, dtype=dtype), torch.empty(shape, dtype=dtype)
-        quantize.dequantize_rows(wide, wanted, wanted_scale)
-    aten.dequantize_rows(exact, wanted, wanted_scale)
-    torch.testing.assert_close(wide, exact, rtol=0, atol=0, equal_nan=True)
-    error = (exact.double() - x.double()).abs()
+    error = (wanted.double() * wanted_scale - x.double()).abs()
     assert ((error <= x.double().abs() / 16 + wanted_scale * 2.0**-10) | ~wanted_scale.isfinite()).all()
 
 
@@ -113,8 +109,53 @@ def test_aten_quantizes_rows_that_triton_does_not_take():
         scale, out = torch.empty(*x.shape[:-1], 1), torch.empty(x.shape, dtype=torch.float8_e4m3fn)
         quantize.quantize_rows(out, scale, x)
         assert torch.equal(scale, aten.power_of_two_scales(x))
-        wide = torch.empty(x.shape)
-        quantize.dequantize_rows(wide, out, scale)
-        torch.testing.assert_close(
-            wide, x.float(), rtol=2**-4, atol=2.0**-8 * x.abs().amax().item() if x.numel() else 0
-        )
+        most = x.abs().amax().item() if x.numel() else 0
+        torch.testing.assert_close(out.float() * scale, x.float(), rtol=2**-4, atol=2.0**-8 * most)
+
+
+@pytest.mark.parametrize("layout", ["rows", "batches", "a part of wider rows"])
+@pytest.mark.parametrize(("outer", "inner", "columns"), [(1, 1, 1), (3, 50, 70), (2, 200, 33), (1, 5000, 3)])
+def test_transposed_rows_and_their_joint_scales_equal_atens(outer, inner, columns, layout, monkeypatch):
+    shape = outer, inner, columns
+    x = torch.empty(shape, dtype=torch.float8_e4m3fn)
+    a, b = (torch.empty(outer, inner, 1) for _ in range(2))
+    aten.quantize_rows(x, a, torch.randn(shape) * torch.logspace(-6, 3, inner)[:, None])
+    aten.quantize_rows(x, b, torch.randn(shape) * torch.logspace(1, -2, inner)[:, None])
+    length = -(-outer * inner // 16) * 16
+    if layout == "batches":
+        x, a, b = (t.view(torch.uint8).transpose(0, 1).contiguous().transpose(0, 1).view(t.dtype) for t in (x, a, b))
+    elif layout == "a part of wider rows":
+        x = torch.cat([x.view(torch.uint8), x.view(torch.uint8)], -1).view(x.dtype)[..., 1 : columns + 1]
+    results = []
+    for kernels in (quantize, aten):
+        ratio, scales = torch.full((outer * inner,), -1.0), torch.full((2,), -1.0)
+        moved, multiplied = (torch.full((columns, length), -1.0).to(x.dtype) for _ in range(2))
+        with monkeypatch.context() as patch:
+            kernels.joint_scales(ratio, scales, a, b)
+            if kernels is quantize:
+                patch.setattr(quantize, "aten", None)  # the Triton kernel must compute it
+            kernels.transpose_rows(moved, x)
+            kernels.transpose_rows(multiplied, x, ratio)
+        results.append((ratio, scales, moved, multiplied))
+    ratio, scales, moved, multiplied = results[1]
+    for ours, atens in zip(*results, strict=True):
+        assert torch.equal(ours.float(), atens.float())
+    assert ratio.max() == 1
+    assert scales.tolist() == [(a * b).max().item(), 1.0]
+    rows = x.flatten(0, 1).double()
+    assert torch.equal(moved.double()[:, : outer * inner], rows.t())
+    error = multiplied.double()[:, : outer * inner] - (rows * ratio[:, None]).t()
+    assert error.abs().max() <= 2.0**-10, "only numbers below 2^-6 are rounded, to multiples of 2^-9"
+    assert not moved.double()[:, outer * inner :].any()
+    assert not multiplied.double()[:, outer * inner :].any()
+
+
+@pytest.mark.parametrize(("scale", "expected"), [(0.0, 2.0**-126), (math.nan, math.nan), (math.inf, math.inf)])
+def test_joint_scales_of_zeros_are_not_zero_and_those_with_nan_are_nan(scale, expected):
+    for kernels in (quantize, aten):
+        a, b, ratio, scales = torch.ones(1, 5, 1), torch.ones(1, 5, 1), torch.empty(5), torch.empty(2)
+        a[:] = scale if not scale else 1
+        a[0, 3] = scale
+        kernels.joint_scales(ratio, scales, a, b)
+        assert str(scales[0].item()) == str(expected)
+        assert not ratio.any() if not scale else ratio[3].isnan()
