@@ -24,6 +24,7 @@ FAILED = (
     "scaled arrivals 70B M=2048 rows fast: fused triton",
     "scaled_allgather_matmul rows f32 large on 2: push triton",
     "scaled_batch_scattered tensor axis 1 f32 large on 2: ring 2 streams auto",
+    "expert_mlp f32 on 8: sequential by low_latency triton",
 )
 
 
@@ -38,10 +39,11 @@ def test_a_random_kernel_of_all_plans_fits(number: int, testrun_uid: str) -> Non
     assert not outcome(kernel).faults, f"{kernel} of '{case.name}', which belongs in FAILED"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAILED)
 def test_kernels_of_cases_that_once_failed_fit(name: str) -> None:
     (case,) = [case for case in every_case() if case.name == name]
-    products = [kernel for _, kernel in kernels_of([case]).values() if kernel.is_matmul]
+    products = [kernel for _, kernel in kernels_of([case]).values() if "matmul" in kernel.name]
     assert products
     for kernel in products:
         assert not outcome(kernel).faults, str(kernel)
