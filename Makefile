@@ -18,7 +18,7 @@ export OMP_NUM_THREADS ?= 1
 # The tests start a hundred processes: none of them is to compile again what another has.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lint kernels setup clean
+.PHONY: demo test slow lint kernels setup clean
 .DEFAULT_GOAL := demo
 
 demo: $(READY)
@@ -34,8 +34,12 @@ demo: $(READY)
 	@TRITON_INTERPRET=1 $(TORCHRUN) -m hostir run $(EXAMPLE) $(SMALL) --compare --device cpu --kernels triton
 
 test: lint
-	@echo "==> pytest: the tests, $(JOBS) at a time"
-	@$(BIN)/python -m pytest -q -n $(JOBS) --dist loadgroup -m "not alone"
+	@echo "==> pytest: the tests, $(JOBS) at a time, without those that take more than a few seconds (make slow)"
+	@$(BIN)/python -m pytest -q -n $(JOBS) --dist loadgroup -m "not slow and not alone"
+
+slow: $(READY)
+	@echo "==> pytest: the slow tests, $(JOBS) at a time"
+	@$(BIN)/python -m pytest -q -n $(JOBS) --dist loadgroup -m "slow and not alone"
 	@echo "==> pytest: the tests of ranks that die or stand still, one at a time: they have seconds to notice"
 	@$(BIN)/python -m pytest -q -m alone tests/call/test_processes.py tests/call/test_torchrun.py
 

@@ -14,7 +14,7 @@ from tests.golden import Golden
 TESTS = Path(__file__).parent
 NO_GPU = "for lack of a CUDA GPU"
 NO_HOSTS = "for lack of namespaces, so that there is only one host"
-# `make test` runs tests marked `alone` at the end, and looks for them in these files only.
+# `make slow` runs tests marked `alone` at the end, and looks for them in these files only.
 ALONE = {TESTS / "call" / f"test_{name}.py" for name in ("processes", "torchrun")}
 
 # The draws are the same every time, so that a failure is the fault of the change. For new draws:
@@ -49,7 +49,7 @@ def _python_issues_calls(request: pytest.FixtureRequest, monkeypatch: pytest.Mon
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put slow tests first, so that no worker starts one when the others have nothing left to do."""
     if lost := [item.nodeid for item in items if item.get_closest_marker("alone") and item.path not in ALONE]:
-        raise pytest.UsageError(f"'make test' runs tests marked 'alone' of {len(ALONE)} files only: {', '.join(lost)}")
+        raise pytest.UsageError(f"'make slow' runs tests marked 'alone' of {len(ALONE)} files only: {', '.join(lost)}")
     items.sort(key=lambda item: not (item.get_closest_marker("slow") or item.get_closest_marker("torchrun")))
 
 

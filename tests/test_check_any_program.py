@@ -46,6 +46,7 @@ def _checked(program: Program, **options: Any) -> list[hi.Diagnostic]:
     return findings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{}, {"M": 5}], ids=str)
 def test_every_program_can_be_checked_at_any_sizes(sizes: dict[str, int]) -> None:
     assert len(programs()) > 100
@@ -54,6 +55,7 @@ def test_every_program_can_be_checked_at_any_sizes(sizes: dict[str, int]) -> Non
     assert sum(map(bool, findings)) >= {0: 40, 1: 1}[len(sizes)]
 
 
+@pytest.mark.slow
 def test_mutants_that_would_not_parse_can_be_checked() -> None:
     mutants = [mutant for program in programs()[::5] if program.meshes for _, _, mutant in edits(program)]
     chosen = Random(SEED).sample(mutants, 300)

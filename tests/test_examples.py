@@ -65,6 +65,7 @@ def test_each_rank_of_a_job_holds_only_its_parts(ranks: int) -> None:
     assert printed.count(f"{ranks} ranks with {512 // ranks} rows each, relative error") == 3
 
 
+@pytest.mark.slow
 @pytest.mark.torchrun
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_mixture_of_experts_trains_as_on_one_rank(ranks: int) -> None:
@@ -80,6 +81,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     return on_ranks(4, {**scripts, **commands}, tmp_path_factory.mktemp("job"))
 
 
+@pytest.mark.slow
 @pytest.mark.torchrun
 @pytest.mark.xdist_group("examples on ranks")
 @EACH
@@ -88,12 +90,14 @@ def test_an_example_runs_on_real_ranks(path: Path, ended: dict[str, Ended]) -> N
     assert ended[path.name].stdout
 
 
+@pytest.mark.slow
 @pytest.mark.torchrun
 @pytest.mark.xdist_group("examples on ranks")
 def test_the_gradients_of_the_training_example_match_torch_on_every_rank(ended: dict[str, Ended]) -> None:
     assert ended["autograd.py"].stdout.count("dx [16, 48] and dw [48, 24] are those of torch's autograd") == 4
 
 
+@pytest.mark.slow
 @pytest.mark.torchrun
 @pytest.mark.xdist_group("examples on ranks")
 @EACH_FUSION

@@ -92,6 +92,7 @@ def one_that_hangs() -> Wrong:
     return wrong([Case(correct, 1, 0), Case(hi.parse(HANGS), 1, 1), Case(correct, 2, 0)], patience=2.0)
 
 
+@pytest.mark.slow
 # Tests ------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("ranks", "seeds"), [(2, 8), (3, 4), (4, 3)])
 def test_random_programs_that_the_checker_accepts_give_correct_results(ranks: int, seeds: int) -> None:
@@ -119,6 +120,7 @@ def test_each_promise_makes_the_checker_accept_a_program_that_it_refuses() -> No
         assert promise.accepts(of(name)), name
 
 
+@pytest.mark.slow
 def test_real_ranks_show_each_promise_to_be_false() -> None:
     assert fresh(failures_of_promises).keys() == PROMISES.keys()
 

@@ -44,6 +44,7 @@ def test_tests_set_the_python_path_only_by_the_helper() -> None:
     assert not places, f"{', '.join(places)}: use tests.launch.environment or python_path, which keep the caller's path"
 
 
+@pytest.mark.slow
 def test_parallel_tests_run_although_a_benchmark_plugin_warns(tmp_path: Path) -> None:
     (tmp_path / "benchmark_plugin.py").write_text(BENCHMARK)
     package = tmp_path / "benchmark_plugin-1.dist-info"

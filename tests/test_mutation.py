@@ -31,11 +31,13 @@ def description(verdict: Verdict) -> str:
     return "\n".join([head, verdict.guilt, *verdict.findings, mutant.text])
 
 
+@pytest.mark.slow
 def test_every_guilty_mutant_is_rejected() -> None:
     missed = [verdict for verdict in verdicts() if verdict.outcome == "missed"]
     assert not missed, "\n".join(map(description, missed))
 
 
+@pytest.mark.slow
 def test_the_sample_holds_guilty_and_innocent_mutants_of_many_operators() -> None:
     caught = {v.mutant.operator for v in verdicts() if v.outcome == "caught"}
     innocent = {v.mutant.operator for v in verdicts() if v.outcome == "innocent"}
@@ -43,11 +45,13 @@ def test_the_sample_holds_guilty_and_innocent_mutants_of_many_operators() -> Non
     assert len(innocent) > 10
 
 
+@pytest.mark.slow
 def test_every_correct_program_is_accepted() -> None:
     rejected = {str(p): messages for p in originals() if (messages := errors(hi.check(p)))}
     assert rejected == {}
 
 
+@pytest.mark.slow
 def test_a_correct_program_fails_in_no_schedule() -> None:
     programs = [p for p in originals() if p.outputs and p.ranks == 2][::9]
     assert {str(p): guilt for p in programs if (guilt := failure_of(p, SEEDS))} == {}

@@ -86,6 +86,7 @@ def test_the_wheel_has_version_license_and_type_information(built: Path) -> None
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"hostir"}, "only the package"
 
 
+@pytest.mark.slow
 def test_the_demo_runs_from_a_wheel_in_an_empty_environment(built: Path, tmp_path: Path) -> None:
     (wheel,) = built.glob("*.whl")
     python = environment_of(tmp_path / "venv", wheel)
@@ -111,6 +112,7 @@ follow_imports = skip
 """  # without torch's own modules, which take longer than all others
 
 
+@pytest.mark.slow
 def test_mypy_finds_an_editable_install(source: Path, tmp_path: Path) -> None:
     python = environment_of(tmp_path / "venv", "-e", source)
     (tmp_path / "user.py").write_text(USER)

@@ -30,6 +30,7 @@ def failed(results: list[Result]) -> list[str]:
     return [differential.complaint(r, SEED, "local") for r in results if r.outcome in ("wrong", "exception")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(2))
 def test_random_cases_are_right_or_refused_with_a_true_reason(part: int) -> None:
     results = several(range(part * CASES // 2, (part + 1) * CASES // 2), SEED)
@@ -39,6 +40,7 @@ def test_random_cases_are_right_or_refused_with_a_true_reason(part: int) -> None
     assert outcomes.count("refused") > CASES // 20
 
 
+@pytest.mark.slow
 def test_random_mixtures_of_experts_are_right_or_refused_with_a_true_reason() -> None:
     results = several(range(2 * SPAN, 2 * SPAN + 60), SEED)
     assert not failed(results)
@@ -113,6 +115,7 @@ def test_a_refusal_of_a_size_that_fits_is_reported(monkeypatch: pytest.MonkeyPat
     assert any("refuses what fits" in text for text in complaints_in(40))
 
 
+@pytest.mark.slow
 def test_a_message_with_another_multiple_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(programs, "misfits", refusing(2))
     assert any("names another multiple" in text for text in complaints_in(120))

@@ -27,6 +27,7 @@ from tests import two_hosts
 from tests.conftest import NO_HOSTS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_hierarchical_needs_the_given_times_and_has_the_gains_that_it_must_have(pattern: str) -> None:
     programs = {strategy: lowered(PATTERNS[pattern], strategy, 16) for strategy in STRATEGIES}
@@ -45,6 +46,7 @@ def test_a_table_has_the_gains_and_counts_those_that_are_large_enough() -> None:
     assert "at least 1.2 x in 2 of 2, at least 1.5 x in 1 of 2; the smallest is 1.30 x." in lines[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.torchrun
 @pytest.mark.two_hosts
 def test_a_row_is_measured_on_two_hosts(capsys: pytest.CaptureFixture[str]) -> None:

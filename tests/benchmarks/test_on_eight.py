@@ -17,6 +17,7 @@ from hostir.job.session import Session
 from tests.launch import environment, launch
 
 
+@pytest.mark.slow
 @pytest.mark.torchrun
 @pytest.mark.timeout(200)
 def test_the_script_runs_the_requested_parts_and_records_their_outcomes(tmp_path: Path) -> None:

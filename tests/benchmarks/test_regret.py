@@ -48,6 +48,7 @@ def limits_of(result: Recorded) -> str:
     return f"{result.hardware.name} {LATER.get(result.name, '')}".rstrip()
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("regret")
 @pytest.mark.parametrize("name", LIMITS)
 def test_the_regret_of_the_choice_by_estimates_does_not_grow(name: str) -> None:

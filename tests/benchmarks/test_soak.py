@@ -13,6 +13,7 @@ from benchmarks import soak
 from examples import patterns
 
 
+@pytest.mark.slow
 @pytest.mark.torchrun
 @pytest.mark.timeout(280)
 def test_two_ranks_survive_threads_forks_and_signals_between_calls(

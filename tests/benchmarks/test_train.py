@@ -76,6 +76,7 @@ def test_all_ways_train_alike_and_run_the_operators_of_their_names(tmp_path: Pat
     assert code == 0
 
 
+@pytest.mark.slow
 @pytest.mark.torchrun
 @pytest.mark.timeout(160)
 @pytest.mark.parametrize(
@@ -97,6 +98,7 @@ def test_a_way_that_trains_wrongly_is_reported(fault: str, text: str, tmp_path: 
     assert (ISSUED in row["ways"][EAGER]) is (fault == "optimizer")  # a way with wrong gradients is not timed
 
 
+@pytest.mark.slow
 @pytest.mark.torchrun
 @pytest.mark.timeout(160)
 def test_replicas_train_on_different_tokens(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ NO_FURTHER_CALL = "a_rank_catches_its_failure_and_makes_no_further_call"
 pytestmark = [pytest.mark.torchrun, pytest.mark.timeout(180)]
 
 
+@pytest.mark.slow
 def test_ranks_fork_fail_together_and_handle_signals() -> None:
     job = launch(2, str(SCRIPT), *HEALTHY, env=environment(HOSTIR_TIMEOUT="8"), timeout=150, finalize=True)
     assert job.returncode == 0, job.stderr

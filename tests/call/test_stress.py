@@ -35,6 +35,7 @@ def configs(seeds: int = 6) -> Iterator[tuple[int, cases.Config]]:
             yield from ((ranks, config) for config in cases.pool(seed, ranks, 12))
 
 
+@pytest.mark.slow
 def test_every_drawn_program_can_be_lowered_and_is_small_enough() -> None:
     for ranks, config in configs():
         program = config.program()

@@ -105,6 +105,7 @@ def passed(output: str) -> set[tuple[str, int]]:
     return {(name, int(rank)) for name, rank in re.findall(r"PASS (\w+) (\d+)", output)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "cases"), [(2, TWO), (4, FOUR)], ids=["2 ranks", "4 ranks"])
 def test_programs_give_the_unsharded_result_and_bad_calls_are_refused(ranks: int, cases: list[str]) -> None:
     result = launch(ranks, str(SCRIPT), *cases, env=environment(), timeout=100, finalize=True)
@@ -114,6 +115,7 @@ def test_programs_give_the_unsharded_result_and_bad_calls_are_refused(ranks: int
         assert result.stdout.count(f"PASS {name} ") == 2 * ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_calls_work_after_a_call_that_failed_midway(ranks: int) -> None:
     cases = [
@@ -200,6 +202,7 @@ def test_killed_peers_end_those_that_wait_for_their_flags_without_a_launcher(
     assert re.search(rf"error: rank 0 is ended at {KILLED[case]}: rank 1 died", stderr), stderr
 
 
+@pytest.mark.slow
 def test_a_teardown_that_never_ends_does_not_change_the_exit_code() -> None:
     code = (
         "import sys, threading, torch.distributed as dist\n"

@@ -218,6 +218,7 @@ def test_a_number_per_rank_answers_only_questions_with_one_answer_on_all_ranks()
 GRIDS = ((2, 2), (2, 4), (3, 2), (4, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("mutation")  # in the process that lowers all programs for tests/test_mutation.py
 @pytest.mark.parametrize("part", range(8))
 def test_the_accesses_to_rank_0_equal_the_accesses_in_an_analysis_of_all_ranks(part: int) -> None:
@@ -254,6 +255,7 @@ def touches(events: list) -> Counter:  # type: ignore[type-arg]
     )
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("mutation")
 @pytest.mark.parametrize("seed", range(12))
 def test_the_verdict_on_rank_0_equals_the_verdict_on_all_ranks(seed: int) -> None:
@@ -262,6 +264,7 @@ def test_the_verdict_on_rank_0_equals_the_verdict_on_all_ranks(seed: int) -> Non
     same_verdicts(program, random, 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grid", GRIDS)
 def test_the_verdict_on_a_rank_of_a_grid_equals_the_verdict_on_all_ranks(grid: tuple[int, int]) -> None:
     random = Random(sum(grid))

@@ -53,6 +53,7 @@ def test_the_checker_reports_every_missing_order(form: str, ranks: int) -> None:
     assert [line for line, program in programs.items() if not hi.check(program)] == []
 
 
+@pytest.mark.slow
 @EACH_FORM
 def test_every_missing_order_can_be_repaired(form: str) -> None:
     for program in shorter(form, 3).values():
@@ -66,6 +67,7 @@ LOST = {
 }
 
 
+@pytest.mark.slow
 @EACH_FORM
 @pytest.mark.parametrize("lost", LOST)
 def test_a_repair_restores_a_lost_use_of_flags(form: str, lost: str) -> None:

@@ -88,6 +88,7 @@ def test_a_program_that_needs_unboundedly_many_calls_is_reported_as_unchecked() 
     assert (finding.category, finding.hint) == (UNCHECKED, JOIN)
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("mutation")  # in the process that lowers all programs for tests/test_mutation.py
 def test_two_calls_suffice_for_lowered_programs() -> None:
     assert len(waiting()) > 10
@@ -95,6 +96,7 @@ def test_two_calls_suffice_for_lowered_programs() -> None:
         assert analyse(program).calls == 2, program
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("mutation")
 @pytest.mark.parametrize("seed", range(6))
 def test_more_calls_change_no_verdict(seed: int) -> None:

@@ -165,6 +165,7 @@ def viewed(random: Random) -> Program:
     return Program("p", Phase.HOST, (MESH,), (x,), (x,), tuple(body))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
 def test_random_views_overlap_equally_at_all_sizes_of_a_signature(seed: int) -> None:
     random, compared, refused = Random(seed), 0, 0
@@ -196,6 +197,7 @@ def numbers(program: Program, sizes: dict[str, int]) -> Program:
     return replace(program, inputs=(x,), outputs=(x,), body=tuple(body))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_random_views_overlap_equally_in_all_programs_that_share_a_proof(seed: int) -> None:
     random, compared = Random(seed), 0

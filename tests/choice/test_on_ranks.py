@@ -50,6 +50,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.Co
     return folder, hostir(folder, "tune", "--set", "M=32,64", "--runs", "2")
 
 
+@pytest.mark.slow
 def test_ranks_measure_and_agree_on_a_choice(tmp_path: Path) -> None:
     done = on_two_ranks(tmp_path, str(SCRIPT), *CASES)
     assert done.returncode == 0, done.stderr
@@ -86,6 +87,7 @@ def test_tune_fills_the_cache_and_run_uses_it(
     assert run.stderr.count("(measured") == 1  # only rank 0 prints
 
 
+@pytest.mark.slow
 def test_tune_measures_the_sizes_that_ranges_are_chosen_for(tmp_path: Path) -> None:
     file = tmp_path / "layer.hir"
     text = "hostir 1\nmesh @mesh [didx] = 0 1\nfusion @layer(%a: f32[M@didx, 4], %b: f32[4, 2]) -> (%c) {\n"
@@ -117,6 +119,7 @@ def contents(folder: Path) -> set[str]:
     return {file.read_text() for file in (folder / "tuning").glob("*.json")}
 
 
+@pytest.mark.slow
 def test_a_calibration_is_kept_and_scales_the_estimates_of_this_machine(tmp_path: Path) -> None:
     done = on_two_ranks(tmp_path, "-m", "hostir", "tune", "--calibrate", "--device", "cpu")
     assert done.returncode == 0, done.stderr
@@ -131,6 +134,7 @@ def test_a_calibration_is_kept_and_scales_the_estimates_of_this_machine(tmp_path
     assert f"{file} are ignored: it is damaged" in ignored.stderr
 
 
+@pytest.mark.slow
 def test_tune_needs_a_file_or_a_calibration(tmp_path: Path) -> None:
     done = on_two_ranks(tmp_path, "-m", "hostir", "tune", "--device", "cpu")
     assert done.returncode != 0

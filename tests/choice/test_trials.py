@@ -20,6 +20,7 @@ ON_FOUR = [
 pytestmark = [pytest.mark.torchrun, pytest.mark.timeout(240)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "cases"), [(2, CASES), (4, ON_FOUR)], ids=["2", "4"])
 def test_ranks_try_candidates_and_agree(ranks: int, cases: list[str], tmp_path: Path) -> None:
     done = launch(ranks, str(SCRIPT), *cases, env=environment(HOSTIR_CACHE=str(tmp_path)), timeout=200)

@@ -216,6 +216,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.torchrun
 @pytest.mark.timeout(180)
 @pytest.mark.xdist_group("rehearsal on ranks")

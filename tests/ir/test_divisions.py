@@ -128,6 +128,7 @@ def test_the_error_for_an_nvfuser_dump_uses_the_names_of_the_dump(capfd: pytest.
     assert "i0 must be a multiple of 3, because %T0 is cut in 3 pieces (chunk)" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", [*patterns.PATTERNS, *patterns.EXPERTS], ids=lambda pattern: pattern.__name__)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_any_number_of_rows_is_computed_or_refused(pattern: Callable[..., hi.Fusion], strategy: str) -> None:

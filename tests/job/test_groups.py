@@ -47,6 +47,7 @@ LOST = [
 pytestmark = [pytest.mark.torchrun, pytest.mark.timeout(180)]
 
 
+@pytest.mark.slow
 def test_only_the_members_of_a_group_take_part() -> None:
     with ExitStack() as ended:
         waiting = begin(str(SCRIPT), *WAITING, ranks=4, env=environment())
@@ -72,6 +73,7 @@ def test_absent_ranks_are_named_and_the_next_attempt_fails_at_once() -> None:
         groups.prepare([(0, 1, 3)])
 
 
+@pytest.mark.slow
 def test_a_dead_peer_raises_an_exception_and_the_other_ranks_stay_alive() -> None:
     with ExitStack() as ended:  # side by side: they mostly wait
         jobs = {name: begin(str(SCRIPT), name, ranks=4, env=environment()) for name in LOST}

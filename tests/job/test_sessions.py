@@ -104,6 +104,7 @@ def test_a_rank_whose_peer_is_absent_names_the_number_of_ranks_and_the_address(n
         assert re.search(r"expected: all of them at 127\.0\.0\.1:\d+", stderr)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_absent_from_a_later_session_is_named() -> None:
     code = "with session('cpu'): pass\nif RANK == 1: time.sleep(60)\nwith session('cpu'): pass"
     with without_a_store("-c", BEGIN + code, timeout=5) as ranks:
@@ -112,6 +113,7 @@ def test_a_rank_that_is_absent_from_a_later_session_is_named() -> None:
         assert "error: rank 0 waited 5 s for rank 1 at the start" in stderr, stderr
 
 
+@pytest.mark.slow
 def test_ranks_that_torchrun_restarts_connect_again(tmp_path: Path) -> None:
     script = tmp_path / "again.py"
     script.write_text(

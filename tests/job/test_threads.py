@@ -48,6 +48,7 @@ def test_calls_of_two_threads_that_overlap_raise_in_all_threads_of_all_ranks(cas
         assert re.search(OVERLAP, text)
 
 
+@pytest.mark.slow
 @pytest.mark.torchrun
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ def job(ranks: int, *cases: str, **env: str) -> subprocess.CompletedProcess[str]
     return two_hosts.run(ranks, str(SCRIPT), *cases, env=environment(**env), timeout=200)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_programs_are_right_on_two_hosts_and_share_memory_only_inside_them(ranks: int) -> None:
     result = job(ranks, *HEALTHY)
@@ -44,6 +45,7 @@ def test_programs_are_right_on_two_hosts_and_share_memory_only_inside_them(ranks
     assert passed(result.stdout) == {(name, rank) for name in HEALTHY for rank in range(2 * ranks)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "words"),
     [

@@ -42,6 +42,7 @@ SENT = (  # patterns that send rows to peers by copies
     patterns.row_parallel_scattered,
     patterns.expert_mlp,
     patterns.moe_layer,
+    patterns.moe_layer_fp8,
 )
 SMALL = AllReduceSteps(min_rows=1, min_bytes=1)  # in one step, with blocks of any size
 TWO = AllReduceSteps(extra_bytes=-1, chunks=2, min_rows=1, min_bytes=1)  # in two steps

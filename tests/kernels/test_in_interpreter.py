@@ -12,18 +12,18 @@ import pytest
 
 HERE = Path(__file__).parent
 FILES = sorted((HERE / "interpreted").glob("test_*.py"))
-LONGEST = HERE / "interpreted" / "test_ready.py"  # about as long as the others together
-HALVES = [LONGEST], [file for file in FILES if file != LONGEST]  # for two workers
+LONG = [HERE / "interpreted" / f"test_{name}.py" for name in ("grouped", "ready", "split_tiles")]
+PARTS = {"long": LONG, "others": [file for file in FILES if file not in LONG]}
 
 
 def test_there_is_something_to_interpret():
-    assert all(map(Path.is_file, HALVES[0] + HALVES[1]))
-    assert min(map(len, HALVES)) > 0
+    assert all(file in FILES for file in LONG)
+    assert len(FILES) > 2 * len(LONG)
 
 
-@pytest.mark.slow  # runs no compiler passes, so HOSTIR_SPEC has nothing to check
-@pytest.mark.parametrize("files", HALVES, ids=["one half", "the other half"])
-def test_the_kernels_pass_in_tritons_interpreter(files):
+@pytest.mark.parametrize("part", [pytest.param("long", marks=pytest.mark.slow), "others"])
+def test_the_kernels_pass_in_tritons_interpreter(part):
+    files = PARTS[part]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment["TRITON_INTERPRET"] = "1"
     run = subprocess.run(

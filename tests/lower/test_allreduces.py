@@ -136,6 +136,7 @@ def test_elementwise_statements_after_an_allreduce_are_computed_with_the_sum(for
     assert words <= {"linear", "sum", "copy"}
 
 
+@pytest.mark.slow
 @every_form
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_the_checker_reports_every_statement_left_out(form: Pass, ranks: int) -> None:
@@ -147,6 +148,7 @@ def test_the_checker_reports_every_statement_left_out(form: Pass, ranks: int) ->
         assert failure_of(program, 2) == ""
 
 
+@pytest.mark.slow
 @every_form
 def test_random_fusions_give_the_unsharded_result(form: Pass) -> None:
     fusions = (scattered(2 + seed % 3, seed, to_all=True) for seed in range(9))

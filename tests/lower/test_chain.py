@@ -100,6 +100,7 @@ def test_other_fusions_are_lowered_as_by_ring(fusion: Callable[[], hi.Fusion]) -
     assert hi.lower(fusion(), "chain", streams=2) == hi.lower(fusion(), "ring", streams=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 120, 20))
 def test_random_fusions_are_right_in_every_order(first: int, testrun_uid: str) -> None:
     lowered = 0

@@ -144,6 +144,7 @@ def test_programs_for_two_hosts_are_proved(pattern: Pattern, in_host: int) -> No
     assert {len(team) for team in sharing_teams(program)} == {in_host}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pattern", "ranks", "hosts"),
     [

@@ -28,6 +28,7 @@ def lowering(pattern: str, strategy: str, ranks: int) -> int:
     return calls_of(lambda: hi.lower(fusion, strategy))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pattern", "strategy"),
     [

@@ -33,6 +33,7 @@ def assert_close_to_reference(source: Program, p: Program, sizes: dict[str, int]
     return outputs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("pattern", PATTERNS, ids=lambda p: p.__name__)
 def test_every_strategy_accepts_no_rows_before_and_after_some(pattern: Callable[..., hi.Fusion], ranks: int) -> None:

@@ -46,6 +46,7 @@ def accepted(pattern: Pattern, **arguments: int) -> dict[str, int]:
     return {name: value for name, value in arguments.items() if name in names}
 
 
+@pytest.mark.slow
 @every_pattern
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_a_pattern_gives_the_unsharded_result(pattern: Pattern, ranks: int) -> None:

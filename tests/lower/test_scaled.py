@@ -34,6 +34,7 @@ def variants(pattern: Pattern, ranks: int) -> Iterator[hi.Fusion]:
                 yield pattern(**{"axis": axis} if "axis" in names else {}, ranks=ranks, dtype=dtype, scales=scales)
 
 
+@pytest.mark.slow
 @every_pattern
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 def test_a_pattern_gives_the_unsharded_result_by_every_strategy(pattern: Pattern, ranks: int) -> None:

@@ -87,6 +87,7 @@ def synchronising(of: Program) -> list[Statement]:
     return [s for s in of.walk() if isinstance(s, (*ORDERING, FreeBuffer)) or s in loops]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CORRECT)
 def test_a_repair_of_deleted_synchronisation_is_proved_and_its_chain_is_not_longer(name: str) -> None:
     original, broken = program(name), 0
@@ -181,6 +182,7 @@ def test_workers_are_forked_from_the_worker_that_waited_for_the_barrier() -> Non
     assert chain(repaired) == chain(original)
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("mutation")  # tests/test_mutation.py uses the same lowered programs
 def test_repairs_of_deleted_synchronisation_have_no_longer_chains() -> None:
     """Repair a sample of the mutants; `python -m benchmarks.repair` repairs all of them."""
@@ -190,6 +192,7 @@ def test_repairs_of_deleted_synchronisation_have_no_longer_chains() -> None:
         assert result.good, f"@{mutant.name} {mutant.change}: {result.before} to {result.after} {result.why}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slot", ["(%r_1 + (2 - %i)) % 2", "+ %i) % 2"])
 def test_a_wait_for_the_rows_of_each_peer_comes_back_with_its_slot(slot: str) -> None:
     original = hi.lower(with_hosts(tiny(patterns.all_gather, 4, 2).program(), 2), "hierarchical", 2)
@@ -229,6 +232,7 @@ def test_a_finding_that_no_insertion_repairs_is_refused_with_a_hint(name: str) -
     assert all(d.hint for d in refusal.value.diagnostics)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [None, {"i0": 4, "i2": 8, "i3": 16, "i4": 64, "i5": 64, "i6": 32}])
 def test_a_pipeline_without_a_fork_gets_one_fork_loop(sizes: dict[str, int] | None) -> None:
     dump = program("nvfuser/seed_3606")

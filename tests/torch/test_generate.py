@@ -26,6 +26,7 @@ def test_decoding_with_a_cache_gives_the_logits_of_the_complete_sequence(capsys:
     assert len(sequence(printed)) == 8 + 6
 
 
+@pytest.mark.slow
 @pytest.mark.torchrun
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(

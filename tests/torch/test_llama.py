@@ -14,7 +14,6 @@ from tests.launch import launch
 from tests.pages import environment
 
 RUNS = Path(__file__).parent / "llama_runs.py"
-pytestmark = [pytest.mark.torchrun, pytest.mark.slow, pytest.mark.xdist_group("torch operators")]
 
 
 def ran(ranks: int, *runs: str) -> list[str]:
@@ -34,6 +33,9 @@ def losses(printed: str) -> list[float]:
     return values
 
 
+@pytest.mark.slow
+@pytest.mark.torchrun
+@pytest.mark.xdist_group("torch operators")
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # dcp.load in one process
 def test_several_ranks_train_like_one_and_load_checkpoints_of_another_number_of_ranks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

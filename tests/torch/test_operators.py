@@ -45,36 +45,70 @@ ON_FOUR = {  # the other cases do not depend on the number of ranks, and run on 
     "few_summed_rows_are_fused_with_their_residual_and_norm",
     "several_gathers_of_one_graph_are_fused",
     "the_pass_trains_beside_fully_shard",
-    "the_pass_adds_gradients_of_micro_batches",
     "experts_match_a_mixture_on_one_rank_with_gradients",
     "modules_of_experts_train_like_on_one_rank",
     "a_style_shards_modules_of_experts",
     "experts_train_on_a_mesh_of_data_parallel_and_tensor_parallel_ranks",
 }
+QUICK = {  # `make test` runs these cases, on two ranks
+    "calls_with_known_layouts_are_repeated_from_memory",
+    "fused_matmul_reduce_scatter",
+    "operands_have_any_layout",
+    "low_contention_all_gather",
+    "one_shot_and_two_shot_all_reduces",
+    "unsupported_calls_run_in_torch_and_warn_once",
+    "uninstalling_restores_torchs_operators",
+    "fused_scaled_matmul_reduce_scatter",
+    "wrong_scales_are_refused",
+    "gradients_of_scatters_match_float64",
+    "second_derivatives_are_refused",
+    "results_are_written_to_out",
+    "remembered_calls_take_few_calls_of_functions",
+    "modules_match_unsharded_layers",
+    "layers_in_fp8_multiply_fp8_numbers",
+    "a_first_step_warns_once_at_the_line_of_the_user",
+    "errors_in_plans_name_the_line_of_the_user_and_the_module",
+    "mlps_of_dtensors_are_fused",
+    "unfused_collectives_are_reported_with_a_reason",
+    "layers_train_inside_checkpoints",
+    "modules_of_experts_train_like_on_one_rank",
+}
 CASES = {s: re.findall(r"@case\ndef (\w+)\(", s.read_text(encoding="utf-8")) for s in SCRIPTS}
 TIMEOUT = 280
-pytestmark = [pytest.mark.torchrun, pytest.mark.slow, pytest.mark.timeout(TIMEOUT + 60)]
+pytestmark = [pytest.mark.torchrun, pytest.mark.timeout(TIMEOUT + 60)]
+
+
+def names_of(script: Path, ranks: int, quick: bool) -> list[str]:
+    """Return the cases that one job runs."""
+    if quick:
+        return [name for name in CASES[script] if name in QUICK] if ranks == 2 else []
+    return [name for name in CASES[script] if (name not in QUICK if ranks == 2 else name in ON_FOUR)]
 
 
 @cache
-def done(script: Path, ranks: int) -> subprocess.CompletedProcess[str]:
-    """Return the finished job that ran all cases of a script."""
+def done(script: Path, ranks: int, quick: bool) -> subprocess.CompletedProcess[str]:
+    """Return the finished job that ran some cases of a script."""
     env = environment(SEED=str(random.randrange(10**6)))
-    names = [name for name in CASES[script] if ranks == 2 or name in ON_FOUR]
-    return launch(ranks, str(script), *names, env=env, timeout=TIMEOUT)
+    return launch(ranks, str(script), *names_of(script, ranks, quick), env=env, timeout=TIMEOUT)
 
 
-def test_the_cases_listed_for_four_ranks_exist() -> None:
-    assert {name for names in CASES.values() for name in names} >= ON_FOUR
+def test_the_listed_cases_exist() -> None:
+    assert {name for names in CASES.values() for name in names} >= ON_FOUR | QUICK
 
 
 @pytest.mark.xdist_group("torch operators")
 @pytest.mark.parametrize(
-    ("script", "name", "ranks"),
-    [(s, name, n) for n in (2, 4) for s in SCRIPTS for name in CASES[s] if n == 2 or name in ON_FOUR],
+    ("script", "name", "ranks", "quick"),
+    [
+        pytest.param(script, name, ranks, quick, marks=() if quick else pytest.mark.slow)
+        for ranks in (2, 4)
+        for script in SCRIPTS
+        for quick in (True, False)
+        for name in names_of(script, ranks, quick)
+    ],
 )
-def test_a_case_passes_on_every_rank(script: Path, name: str, ranks: int) -> None:
-    job = done(script, ranks)
+def test_a_case_passes_on_every_rank(script: Path, name: str, ranks: int, quick: bool) -> None:
+    job = done(script, ranks, quick)
     passed = {
         int(rank) for rank in re.findall(rf"PASS {name} (\d)", job.stdout)
     }  # lines of other ranks may be on the same line

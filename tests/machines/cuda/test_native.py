@@ -307,6 +307,7 @@ def test_a_tape_prints_as_text() -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(SANITIZED in os.environ, reason="it would start itself")
 def test_sanitizers_have_nothing_to_say() -> None:
     """All tests of this file once more, with AddressSanitizer and UndefinedBehaviorSanitizer in the launcher."""
