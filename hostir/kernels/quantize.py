@@ -167,7 +167,7 @@ def _quantize_rows_kernel(
 
 @triton.jit(do_not_specialize=["inner", "rows"])
 def _joint_scales_kernel(
-    a, b, ratio, scales, inner, rows, a_outer, a_inner, b_outer, b_inner, least, WIDTH: tl.constexpr
+    a, b, ratio, scales, step, inner, rows, a_outer, a_inner, b_outer, b_inner, least, WIDTH: tl.constexpr
 ):
     """Compute `joint_scales` in one program, which reads `WIDTH` rows at a time."""
     most = tl.full((1,), least, tl.float32).to(tl.int32, bitcast=True)
@@ -177,7 +177,7 @@ def _joint_scales_kernel(
     largest = most.to(tl.float32, bitcast=True)
     first = tl.arange(0, 1)
     tl.store(scales + first, largest)
-    tl.store(scales + first + 1, tl.full((1,), 1.0, tl.float32))
+    tl.store(scales + first + step, tl.full((1,), 1.0, tl.float32))
     for start in range(0, rows, WIDTH):
         product = _product_of_scales(a, b, start, inner, rows, a_outer, a_inner, b_outer, b_inner, WIDTH)
         row = start + tl.arange(0, WIDTH)
@@ -297,7 +297,7 @@ def joint_scales(ratio: torch.Tensor, scales: torch.Tensor, a: torch.Tensor, b: 
     outer, inner, _ = a.shape
     with launching(check_device(ratio=ratio, scales=scales, a=a, b=b)):
         launch(
-            *(_joint_scales_kernel, 1, a, b, ratio, scales, inner, outer * inner),
+            *(_joint_scales_kernel, 1, a, b, ratio, scales, scales.stride(0), inner, outer * inner),
             *(*a.stride()[:2], *b.stride()[:2], aten.LEAST_SCALE),
             WIDTH=min(triton.next_power_of_2(outer * inner), 2 * _WIDTH),
             num_warps=2 * _WARPS,

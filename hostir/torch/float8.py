@@ -100,7 +100,7 @@ def float8_weight_gradient(dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Ten
     if not rows:
         return out.zero_()
     kernels, length = kernels_for(x), -(-rows // ALIGNMENT) * ALIGNMENT
-    ratio, scales = dy_scale.new_empty(rows), dy_scale.new_empty(2)
+    ratio, scales = dy_scale.new_empty(rows), dy_scale.new_empty(2, ALIGNMENT)[:, 0]  # cuBLAS reads aligned scales
     kernels.joint_scales(ratio, scales, dy_scale, x_scale)
     left, right = (each.new_empty(each.shape[-1], length) for each in (dy, x))
     kernels.transpose_rows(left, dy, ratio)  # tensor cores read fp8 along the sum

@@ -128,7 +128,7 @@ def test_transposed_rows_and_their_joint_scales_equal_atens(outer, inner, column
         x = torch.cat([x.view(torch.uint8), x.view(torch.uint8)], -1).view(x.dtype)[..., 1 : columns + 1]
     results = []
     for kernels in (quantize, aten):
-        ratio, scales = torch.full((outer * inner,), -1.0), torch.full((2,), -1.0)
+        ratio, scales = torch.full((outer * inner,), -1.0), torch.full((2, 4), -1.0)[:, 0]
         moved, multiplied = (torch.full((columns, length), -1.0).to(x.dtype) for _ in range(2))
         with monkeypatch.context() as patch:
             kernels.joint_scales(ratio, scales, a, b)
