@@ -69,8 +69,8 @@ def drawn(source: Tensor, options: argparse.Namespace, fresh: torch.Generator) -
     return source[begins + torch.arange(options.tokens + 1)].long()
 
 
-def trained(options: argparse.Namespace, mesh: DeviceMesh, way: str, first: bool) -> list[float]:
-    """Train a model in a way. Return the loss of each step."""
+def trained(options: argparse.Namespace, mesh: DeviceMesh, source: Tensor, way: str, first: bool) -> list[float]:
+    """Train a model in a way, on a text. Return the loss of each step."""
     *sizes, rate = MODELS[options.model]
     torch.manual_seed(0)
     model = Llama(VOCABULARY, *sizes).to(options.device)
@@ -82,7 +82,7 @@ def trained(options: argparse.Namespace, mesh: DeviceMesh, way: str, first: bool
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.1)
     warm = min(WARM, options.steps // 6)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / (warm + 1), total_iters=warm)
-    source, fresh, losses = text(), torch.Generator().manual_seed(1), []
+    fresh, losses = torch.Generator().manual_seed(1), []
     terminal = Console(stderr=True)
     for _ in track(range(options.steps), way, console=terminal, disable=not (first and terminal.is_terminal)):
         optimizer.zero_grad()
@@ -212,7 +212,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with session(options.device) as job:
         assert job is not None, "start it with torchrun"
         mesh = init_device_mesh(options.device, (dist.get_world_size(),), mesh_dim_names=("tp",))
-        losses = {way: trained(options, mesh, way, job.rank == 0) for way in WAYS}
+        source = text()  # once: files may change while the benchmark runs
+        losses = {way: trained(options, mesh, source, way, job.rank == 0) for way in WAYS}
         if job.rank == 0:
             print(report(losses), flush=True)
             sizes = {name: getattr(options, name) for name in ("model", "batch", "tokens")}

@@ -787,10 +787,13 @@ def remembered_calls_take_few_calls_of_functions() -> None:
             assert calls_of(partial(layer, *leaves), call) <= 50
             assert calls_of(partial(backward, y), call) - calls_of(partial(backward, plain)) <= 45
     with torch.no_grad():  # as in a graph that inductor has compiled
-        arguments = x, [w], 0, name, False, True
-        for _ in range(3):
-            torch.ops.hostir.all_gather_matmul.default(*arguments)
-        assert calls_of(partial(torch.ops.hostir.all_gather_matmul.default, *arguments), call) <= 20
+        gather, scatter = (
+            getattr(torch.ops.hostir, each).default for each in ("all_gather_matmul", "matmul_reduce_scatter")
+        )
+        for work in (partial(gather, x, [w], 0, name, False, True), partial(scatter, a, v.t(), "sum", 0, name)):
+            for _ in range(3):
+                work()
+            assert calls_of(work, call) <= 16
 
 
 AG, RS, AR = "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"
