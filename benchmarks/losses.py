@@ -17,6 +17,7 @@ differ by more than MARGIN, or if a loss has not fallen.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -92,7 +93,7 @@ def trained(options: argparse.Namespace, mesh: DeviceMesh, source: Tensor, way: 
         optimizer.step()
         schedule.step()
     forget()
-    return [float(full(loss)) for loss in losses]
+    return [round(float(full(loss)), 5) for loss in losses]
 
 
 # Results --------------------------------------------------------------------------------------------------------------
@@ -128,7 +129,7 @@ def report(losses: dict[str, list[float]]) -> str:
 
 # The picture ----------------------------------------------------------------------------------------------------------
 # In pixels.
-LEFT, WIDTH, TOP, HEIGHT, GAP, SMALL, BOTTOM = 60, 620, 84, 230, 46, 120, 40
+LEFT, WIDTH, TOP, HEIGHT, GAP, SMALL, BOTTOM = 60, 620, 100, 230, 46, 120, 40
 COLOURS = ("#8c959f", "#57ab5a", "#3f6fb5")
 
 
@@ -148,7 +149,7 @@ def draw(data: dict[str, Any]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">',
         *(STYLE, '<rect class="page" width="100%" height="100%"/>'),
         f'<text class="title" x="16" y="28">{escape(title)}</text>',
-        f'<text class="quiet" x="16" y="46">{escape(about)}</text>',
+        f'<text class="quiet" x="16" y="45">{escape(about)}</text>',
         *_legend(list(losses)),
         *_panel(TOP, HEIGHT, low, high, curves, "loss", losses, [low + (high - low) * n / 4 for n in range(5)]),
         *_panel(TOP + HEIGHT + GAP, SMALL, -2, 2, apart, f"% from {FIRST}", losses, [-2, -MARGIN, 0, MARGIN, 2]),
@@ -182,7 +183,7 @@ def _panel(
     yield f'<text class="quiet" x="{LEFT}" y="{top - 8}">{escape(name)}</text>'
     for tick in ticks:
         yield f'<path class="grid" d="M{LEFT} {y(tick):.1f}H{LEFT + WIDTH}"/>'
-        yield f'<text class="tick" x="{LEFT - 8}" y="{y(tick) + 4:.1f}">{tick:.4g}</text>'
+        yield f'<text class="tick" x="{LEFT - 8}" y="{y(tick) + 4:.1f}">{tick:.3g}</text>'
     steps = max(len(curve) for curve in curves.values())
     for number in range(0, steps + 1, max(steps // 6, 1)):
         x = LEFT + WIDTH * number / steps
@@ -218,7 +219,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(report(losses), flush=True)
             sizes = {name: getattr(options, name) for name in ("model", "batch", "tokens")}
             count = sum(x.numel() for x in Llama(VOCABULARY, *MODELS[options.model][:-1]).parameters())
-            data = {**sizes, "ranks": job.size, "parameters": count, "losses": losses}
+            of_text = {"bytes": len(source), "sha256": hashlib.sha256(source.numpy().tobytes()).hexdigest()}
+            data = {**sizes, "ranks": job.size, "parameters": count, "text": of_text, "losses": losses}
             if options.out is not None:
                 write(options.out, "Losses in fp8 and bf16", report(losses), data)
     return int(any(problem(losses, way) for way in losses))

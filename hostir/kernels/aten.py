@@ -390,30 +390,34 @@ def quantize_rows(out: torch.Tensor, scale: torch.Tensor, x: torch.Tensor) -> No
     out.copy_((x.float() / scale).to(out.dtype))
 
 
-def joint_scales(ratio: torch.Tensor, scales: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+def joint_scales(ratios: torch.Tensor, scales: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """Replace the scales of the rows of two operands, `a` and `b`, by one scale for all rows.
 
-    A sum over rows of the products of both operands is then `scales[0]` times the sum over rows `t` of the products of
-    the quantized operands, of which one is multiplied by `ratio[t]`. A ratio is at most 1, and a power of two like the
-    scales. `scales[0]` is at least 2^-126, and NaN if a scale is NaN.
+    Let r be the product of the scales of a row, relative to the largest of these products. A sum over rows of products
+    of both operands is the largest one times the sum of r times the quantized operands. Each of the two operands is
+    multiplied by about the square root of r: numbers of 8 bits become too small for their dtype only if r is tiny. All
+    are powers of two. If a scale is NaN or infinite, the ratios of its row are NaN.
 
     Arguments:
-        ratio: `[rows]`, the result.
-        scales: `[2]`, the other result; `scales[1]` is 1, the scale of the second operand.
+        ratios: `[2, rows]`, a result: for each operand, what to multiply its rows by.
+        scales: `[2]`, the other result: the largest product, at least 2^-126, and 1. NaN if a scale is NaN.
         a, b: scales of rows, `[outer, inner, 1]`, with `outer * inner` rows.
     """
     product = (a * b).flatten()
     scales[0], scales[1] = product.amax().clamp_min(LEAST_SCALE), 1
-    ratio.copy_(product / scales[0])
+    ratio = product / scales[0]
+    exponent = (ratio.view(torch.int32) >> 23) - 127
+    for out, part in zip(ratios, (exponent >> 1, exponent - (exponent >> 1)), strict=True):
+        out.copy_(torch.where(ratio.isnan(), ratio, ((part + 127) << 23).view(torch.float32)))
 
 
-def transpose_rows(out: torch.Tensor, x: torch.Tensor, scale: torch.Tensor | None = None) -> None:
+def transpose_rows(out: torch.Tensor, x: torch.Tensor, scale: torch.Tensor) -> None:
     """Transpose the rows of `x`, `[outer, inner, columns]`, each multiplied by its number of `scale`.
 
     `out` is `[columns, length]`, contiguous, of the dtype of `x`. Its columns beyond the rows of `x` get 0.
     """
     flat = x.flatten(0, 1)
-    out[:, : len(flat)] = (flat if scale is None else (flat.float() * scale[:, None]).to(x.dtype)).t()
+    out[:, : len(flat)] = (flat.float() * scale[:, None]).to(x.dtype).t()
     out.view(torch.uint8)[:, len(flat) :] = 0
 
 

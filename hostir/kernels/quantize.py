@@ -167,7 +167,7 @@ def _quantize_rows_kernel(
 
 @triton.jit(do_not_specialize=["inner", "rows"])
 def _joint_scales_kernel(
-    a, b, ratio, scales, step, inner, rows, a_outer, a_inner, b_outer, b_inner, least, WIDTH: tl.constexpr
+    a, b, ratios, scales, step, inner, rows, a_outer, a_inner, b_outer, b_inner, ratios_row, least, WIDTH: tl.constexpr
 ):
     """Compute `joint_scales` in one program, which reads `WIDTH` rows at a time."""
     most = tl.full((1,), least, tl.float32).to(tl.int32, bitcast=True)
@@ -180,8 +180,14 @@ def _joint_scales_kernel(
     tl.store(scales + first + step, tl.full((1,), 1.0, tl.float32))
     for start in range(0, rows, WIDTH):
         product = _product_of_scales(a, b, start, inner, rows, a_outer, a_inner, b_outer, b_inner, WIDTH)
+        ratio = tl.div_rn(product, tl.broadcast_to(largest, (WIDTH,)))
+        exponent = (ratio.to(tl.int32, bitcast=True) >> 23) - 127
+        half = exponent >> 1
         row = start + tl.arange(0, WIDTH)
-        tl.store(ratio + row, tl.div_rn(product, tl.broadcast_to(largest, (WIDTH,))), mask=row < rows)
+        for of_b in tl.static_range(2):
+            part = (((exponent - half if of_b else half) + 127) << 23).to(tl.float32, bitcast=True)
+            part = tl.where(ratio == ratio, part, ratio)
+            tl.store(ratios + of_b * ratios_row + row, part, mask=row < rows)
 
 
 @triton.jit
@@ -197,7 +203,7 @@ def _product_of_scales(a, b, start, inner, rows, a_outer, a_inner, b_outer, b_in
 def _transpose_kernel(
     x, scale, out, inner, rows, columns, length, x_outer, x_inner, x_column, out_row, TILE: tl.constexpr
 ):
-    """Transpose a tile of `x`, and multiply each of its rows by a scale, if there are scales.
+    """Transpose a tile of `x`, and multiply each of its rows by a scale.
 
     Row `t` of `x` is its row `t % inner` in part `t // inner`. `out` has `length` columns; those beyond the rows get 0.
     """
@@ -207,9 +213,8 @@ def _transpose_kernel(
     at = (row // inner).to(tl.int64) * x_outer + (row % inner).to(tl.int64) * x_inner
     there = (column < columns)[None, :]
     tile = tl.load(x + at[:, None] + column[None, :] * x_column, mask=(row < rows)[:, None] & there, other=0.0)
-    if scale is not None:
-        by = tl.load(scale + row, mask=row < rows, other=0.0)
-        tile = from_float32(to_float32(tile) * by[:, None], out.dtype.element_ty)
+    by = tl.load(scale + row, mask=row < rows, other=0.0)
+    tile = from_float32(to_float32(tile) * by[:, None], out.dtype.element_ty)
     tl.store(out + column[None, :] * out_row + row[:, None], tile, mask=(row < length)[:, None] & there)
 
 
@@ -292,19 +297,19 @@ def quantize_rows(out: torch.Tensor, scale: torch.Tensor, x: torch.Tensor) -> No
         )
 
 
-def joint_scales(ratio: torch.Tensor, scales: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+def joint_scales(ratios: torch.Tensor, scales: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """Compute one scale for all rows of two operands in Triton: see `aten.joint_scales`."""
     outer, inner, _ = a.shape
-    with launching(check_device(ratio=ratio, scales=scales, a=a, b=b)):
+    with launching(check_device(ratios=ratios, scales=scales, a=a, b=b)):
         launch(
-            *(_joint_scales_kernel, 1, a, b, ratio, scales, scales.stride(0), inner, outer * inner),
-            *(*a.stride()[:2], *b.stride()[:2], aten.LEAST_SCALE),
+            *(_joint_scales_kernel, 1, a, b, ratios, scales, scales.stride(0), inner, outer * inner),
+            *(*a.stride()[:2], *b.stride()[:2], ratios.stride(0), aten.LEAST_SCALE),
             WIDTH=min(triton.next_power_of_2(outer * inner), 2 * _WIDTH),
             num_warps=2 * _WARPS,
         )
 
 
-def transpose_rows(out: torch.Tensor, x: torch.Tensor, scale: torch.Tensor | None = None) -> None:
+def transpose_rows(out: torch.Tensor, x: torch.Tensor, scale: torch.Tensor) -> None:
     """Transpose rows in Triton, each multiplied by its number of `scale`: see `aten.transpose_rows`."""
     (outer, inner, columns), length = x.shape, out.shape[1]
     with launching(check_device(x=x, scale=scale, out=out)):

@@ -6,9 +6,9 @@ The output, the gradient of the input and the gradient of the weight are product
 
 The gradient of the weight is a sum over rows: `dy^T @ x`. Its operands are quantized rows that this rank already has:
 x as the forward pass multiplied it, and dy as the gradient of the input multiplies it. torchao would quantize the
-columns of both anew. A sum over rows can't be multiplied by the scales of the rows. So the rows of dy are multiplied by
-`scale of x * scale of dy`, relative to the largest of these products over all rows. That doesn't round, because scales
-are powers of two: only a number that gets 14,000 times smaller than the largest one loses bits.
+columns of both anew. A sum over rows can't be multiplied by the scales of the rows. So all rows get one scale, the
+largest product of the scales of a row of x and of dy, and both rows are multiplied by what is missing. As scales are
+powers of two, this doesn't round, except numbers that become too small for e4m3 (`aten.joint_scales`).
 
 A rank that sees only a part of a row or column may choose another scale than a rank that sees all of it. Because all
 scales are powers of two, both ranks round an element to the same value. Elements more than 14,000 times smaller than
@@ -18,6 +18,7 @@ the largest element are an exception.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from hostir.ir.source import error, user_span
 from hostir.kernels import aten
 from hostir.kernels.contractions import scaled_matmul_of_either
 from hostir.torch.ops.all_gather_scaled_matmul import all_gather_scaled_matmul
-from hostir.torch.ops.gradients import grad_dtype, refuse_twice
+from hostir.torch.ops.gradients import grad_dtype, refuse_twice, side_by_side
 from hostir.torch.ops.library import GATHERED, SCATTERED, check_operands, define
 from hostir.torch.ops.scaled_matmul_reduce_scatter import scaled_matmul_reduce_scatter
 
@@ -100,11 +101,11 @@ def float8_weight_gradient(dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Ten
     if not rows:
         return out.zero_()
     kernels, length = kernels_for(x), -(-rows // ALIGNMENT) * ALIGNMENT
-    ratio, scales = dy_scale.new_empty(rows), dy_scale.new_empty(2, ALIGNMENT)[:, 0]  # cuBLAS reads aligned scales
-    kernels.joint_scales(ratio, scales, dy_scale, x_scale)
+    ratios, scales = dy_scale.new_empty(2, rows), dy_scale.new_empty(2, 4)[:, 0]  # 16 bytes apart, for cuBLAS
+    kernels.joint_scales(ratios, scales, dy_scale, x_scale)
     left, right = (each.new_empty(each.shape[-1], length) for each in (dy, x))
-    kernels.transpose_rows(left, dy, ratio)  # tensor cores read fp8 along the sum
-    kernels.transpose_rows(right, x)
+    kernels.transpose_rows(left, dy, ratios[0])  # tensor cores read fp8 along the sum
+    kernels.transpose_rows(right, x, ratios[1])
     multiply = scaled_matmul_of_either if x.is_cuda else aten.scaled_matmul
     multiply(out, left, right.t(), scales[:1], scales[1:])
     return out
@@ -112,14 +113,16 @@ def float8_weight_gradient(dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Ten
 
 def _rows_of(x: Tensor, axis: int) -> Tensor:
     """Return `x[..., K]` as `[outer, inner, K]`, with rows in the order of memory if `axis` is outermost there."""
-    x = x.movedim(axis, 0) if axis < x.ndim - 1 else x
-    return x.reshape(x.shape[0] if x.ndim > 2 else 1, -1, x.shape[-1])
+    outer, *inner, columns = x.movedim(axis, 0).shape
+    return x.movedim(axis, 0).reshape((outer, prod(inner), columns) if inner else (1, outer, columns))
 
 
 def _weight_gradients(
     x: Quantized, dy: Quantized, axis: int, widths: Sequence[int], dtypes: Sequence[str]
 ) -> list[Tensor | None]:
     """Return the gradients of several weights with the same input, from their output gradients side by side.
+
+    If all gradients are needed, they are parts of one tensor.
 
     Arguments:
         x: the rows of the input in fp8, and their scales.
@@ -128,14 +131,21 @@ def _weight_gradients(
         widths: the numbers of columns of the outputs.
         dtypes: the dtype of each gradient; empty for a weight that needs none.
     """
-    wanted = {dtype for dtype in dtypes if dtype}
-    if not wanted:
-        return [None] * len(dtypes)
-    common = wanted.pop() if len(wanted) == 1 else "float32"
-    dtype = "float32" if common == "float64" else common
-    operands = [_rows_of(each, axis) for each in (*dy, *x)]
-    parts = float8_weight_gradient.call(*operands, dtype).split(list(widths))
-    return [part.to(getattr(torch, name)) if name else None for part, name in zip(parts, dtypes, strict=True)]
+    if not any(dtypes):
+        return [None] * len(widths)
+    rows, others = _rows_of(dy[0], axis), (_rows_of(dy[1], axis), _rows_of(x[0], axis), _rows_of(x[1], axis))
+    if len(set(dtypes)) == 1:
+        return [*_weight_gradient(rows, others, dtypes[0]).split([*widths])]
+    pairs = zip(rows.split([*widths], -1), dtypes, strict=True)
+    return [_weight_gradient(each, others, dtype) if dtype else None for each, dtype in pairs]
+
+
+def _weight_gradient(dy: Tensor, others: tuple[Tensor, Tensor, Tensor], dtype: str) -> Tensor:
+    """Return `float8_weight_gradient` in any dtype. `others` are its arguments between `dy` and `dtype`."""
+    if dtype == "float64":
+        return float8_weight_gradient.call(dy, *others, "float32").double()
+    result: Tensor = float8_weight_gradient.call(dy, *others, dtype)
+    return result
 
 
 def is_traced() -> bool:
@@ -278,18 +288,14 @@ def _column_gradients(
     d_ws: list[Tensor | None] = [None] * len(weights)
     if not used:
         return d_x, d_ws
-    rows = quantize_rows(dys[0] if len(dys) == 1 else torch.cat(dys, dim=-1))
+    dy, weight = side_by_side(dys, [weights[i] for i in used], linear=True)
+    rows = quantize_rows(dy)
     if for_x:
-        d_x = _scattered(*rows, _stacked([weights[i] for i in used]), ctx.axis, ctx.group)
+        d_x = _scattered(*rows, weight, ctx.axis, ctx.group)
     widths, dtypes = [dy.shape[-1] for dy in dys], [ctx.dtypes[i] for i in used]
     for i, d_w in zip(used, _weight_gradients((q, scale), rows, ctx.axis, widths, dtypes), strict=True):
         d_ws[i] = d_w
     return d_x, d_ws
-
-
-def _stacked(weights: Sequence[Tensor]) -> Tensor:
-    """Return the rows of several weights in one matrix."""
-    return weights[0] if len(weights) == 1 else torch.cat([*weights])
 
 
 def _rows_setup(ctx: Any, inputs: Any, output: Any) -> None:

@@ -231,7 +231,9 @@ def test_rows_quantized_in_one_kernel_have_the_bits_of_the_cpu_in_both_layouts(d
         torch.testing.assert_close(out.cpu().float(), q.float(), rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize(("outer", "inner", "N", "K"), [(1, 4096, 1280, 8192), (2, 500, 96, 256), (3, 33, 40, 72)])
+@pytest.mark.parametrize(
+    ("outer", "inner", "N", "K"), [(1, 4096, 1280, 8192), (1, 20000, 256, 512), (2, 500, 96, 256), (3, 33, 40, 72)]
+)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_gradients_of_weights_are_sums_of_the_rows_in_fp8(outer, inner, N, K, dtype):
     rows, exact = [], []
@@ -249,10 +251,12 @@ def test_gradients_of_weights_are_sums_of_the_rows_in_fp8(outer, inner, N, K, dt
         error = (out.double() - exact).norm() / exact.norm()
         rounded = (exact.to(out.dtype).double() - exact).norm() / exact.norm()
         assert error <= 1.1 * rounded + 1e-4, (error, rounded)  # tensor cores add 128 products in about 14 bits
-    left, kept = rows[0], torch.empty(outer * inner, device=CUDA)
-    length, scales = -(-outer * inner // 16) * 16, torch.empty(2, device=CUDA)
-    quantize.joint_scales(kept, scales, rows[1], rows[3])
-    ours, atens = (torch.full((N, length), math.nan, device=CUDA).to(left.dtype) for _ in range(2))
-    quantize.transpose_rows(ours, left, kept)
-    aten.transpose_rows(atens, left, kept)
-    assert torch.equal(ours.view(torch.uint8), atens.view(torch.uint8))
+    results, length = [], -(-outer * inner // 16) * 16
+    for kernels in (quantize, aten):
+        ratios, scales = torch.empty(2, outer * inner, device=CUDA), torch.empty(2, device=CUDA)
+        kernels.joint_scales(ratios, scales, rows[1], rows[3])
+        moved = torch.full((N, length), math.nan, device=CUDA).to(E4M3)
+        kernels.transpose_rows(moved, rows[0], ratios[0])
+        results.append((ratios, scales, moved.float()))
+    for ours, atens in zip(*results, strict=True):
+        assert torch.equal(ours, atens)

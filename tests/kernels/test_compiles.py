@@ -26,6 +26,7 @@ from hostir.kernels.outer import _grouped_outer_kernel
 from hostir.kernels.outer import _tile as outer_tile
 from hostir.kernels.quantize import (
     _SQUARE,
+    _joint_scales_kernel,
     _quantize_kernel,
     _quantize_rows_kernel,
     _row_scales_kernel,
@@ -725,12 +726,14 @@ def test_copies_let_the_next_kernel_start_move_16_bytes_at_a_time_and_then_raise
     assert handed_on < ptx.find("bar.sync", handed_on) < raising, "a barrier comes before any thread raises a flag"
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-def test_rows_of_fp8_are_transposed_16_bytes_at_a_time(scaled):
-    constants = {"TILE": _SQUARE, "x_column": 1, **({} if scaled else {"scale": None})}
+def test_rows_of_fp8_are_transposed_16_bytes_at_a_time_and_get_one_scale():
     pointers = {"x": "*fp8e4nv", "out": "*fp8e4nv", "scale": "*fp32"}
-    source = aligned_source(_transpose_kernel, constants, pointers, ("inner", "rows"))
+    source = aligned_source(_transpose_kernel, {"TILE": _SQUARE, "x_column": 1}, pointers, ("inner", "rows"))
     kernel = triton.compile(source, target=TARGET, options={"num_warps": 8})
     widths = {access: set(re.findall(rf"{access}\.global\.(\S*)", kernel.asm["ptx"])) for access in ("ld", "st")}
-    assert widths == {"ld": {"v4.b32", *(["b32"] if scaled else [])}, "st": {"v4.b32"}}
+    assert widths == {"ld": {"v4.b32", "b32"}, "st": {"v4.b32"}}
     assert kernel.metadata.spilled == 0
+    pointers = dict.fromkeys(("a", "b", "ratios", "scales"), "*fp32") | {"least": "fp32"}
+    varying = ("step", "inner", "rows", "a_outer", "a_inner", "b_outer", "b_inner", "ratios_row", "least")
+    source = aligned_source(_joint_scales_kernel, {"WIDTH": 8192}, pointers, varying)
+    assert triton.compile(source, target=TARGET, options={"num_warps": 16}).metadata.spilled == 0

@@ -114,48 +114,47 @@ def test_aten_quantizes_rows_that_triton_does_not_take():
 
 
 @pytest.mark.parametrize("layout", ["rows", "batches", "a part of wider rows"])
-@pytest.mark.parametrize(("outer", "inner", "columns"), [(1, 1, 1), (3, 50, 70), (2, 200, 33), (1, 5000, 3)])
+@pytest.mark.parametrize(("outer", "inner", "columns"), [(1, 1, 1), (3, 50, 70), (2, 200, 33), (1, 20000, 1)])
 def test_transposed_rows_and_their_joint_scales_equal_atens(outer, inner, columns, layout, monkeypatch):
-    shape = outer, inner, columns
+    shape, count = (outer, inner, columns), outer * inner
     x = torch.empty(shape, dtype=torch.float8_e4m3fn)
     a, b = (torch.empty(outer, inner, 1) for _ in range(2))
     aten.quantize_rows(x, a, torch.randn(shape) * torch.logspace(-6, 3, inner)[:, None])
     aten.quantize_rows(x, b, torch.randn(shape) * torch.logspace(1, -2, inner)[:, None])
-    length = -(-outer * inner // 16) * 16
+    length = -(-count // 16) * 16
     if layout == "batches":
         x, a, b = (t.view(torch.uint8).transpose(0, 1).contiguous().transpose(0, 1).view(t.dtype) for t in (x, a, b))
     elif layout == "a part of wider rows":
         x = torch.cat([x.view(torch.uint8), x.view(torch.uint8)], -1).view(x.dtype)[..., 1 : columns + 1]
     results = []
     for kernels in (quantize, aten):
-        ratio, scales = torch.full((outer * inner,), -1.0), torch.full((2, 4), -1.0)[:, 0]
-        moved, multiplied = (torch.full((columns, length), -1.0).to(x.dtype) for _ in range(2))
-        with monkeypatch.context() as patch:
-            kernels.joint_scales(ratio, scales, a, b)
-            if kernels is quantize:
-                patch.setattr(quantize, "aten", None)  # the Triton kernel must compute it
-            kernels.transpose_rows(moved, x)
-            kernels.transpose_rows(multiplied, x, ratio)
-        results.append((ratio, scales, moved, multiplied))
-    ratio, scales, moved, multiplied = results[1]
+        ratios, scales = torch.full((2, count), -1.0), torch.full((2, 4), -1.0)[:, 0]
+        kernels.joint_scales(ratios, scales, a, b)
+        moved = torch.full((columns, length), -1.0).to(x.dtype)
+        kernels.transpose_rows(moved, x, ratios[0])
+        results.append((ratios, scales, moved))
+    ratios, scales, moved = results[1]
     for ours, atens in zip(*results, strict=True):
         assert torch.equal(ours.float(), atens.float())
-    assert ratio.max() == 1
-    assert scales.tolist() == [(a * b).max().item(), 1.0]
-    rows = x.flatten(0, 1).double()
-    assert torch.equal(moved.double()[:, : outer * inner], rows.t())
-    error = multiplied.double()[:, : outer * inner] - (rows * ratio[:, None]).t()
+    products = (a * b).flatten()
+    assert scales.tolist() == [products.max(), 1]
+    assert torch.equal(ratios[0] * ratios[1] * scales[0], products)
+    assert set((ratios[1] / ratios[0]).tolist()) <= {1.0, 2.0}
+    exact = (x.flatten(0, 1).double() * ratios[0][:, None]).t()
+    error = moved.double()[:, :count] - exact
     assert error.abs().max() <= 2.0**-10, "only numbers below 2^-6 are rounded, to multiples of 2^-9"
-    assert not moved.double()[:, outer * inner :].any()
-    assert not multiplied.double()[:, outer * inner :].any()
+    assert not moved.double()[:, count:].any()
 
 
-@pytest.mark.parametrize(("scale", "expected"), [(0.0, 2.0**-126), (math.nan, math.nan), (math.inf, math.inf)])
-def test_joint_scales_of_zeros_are_not_zero_and_those_with_nan_are_nan(scale, expected):
+@pytest.mark.parametrize("scale", [0.0, math.nan, math.inf])
+def test_joint_scales_of_zeros_are_not_zero_and_those_with_nan_are_nan(scale):
     for kernels in (quantize, aten):
-        a, b, ratio, scales = torch.ones(1, 5, 1), torch.ones(1, 5, 1), torch.empty(5), torch.empty(2)
-        a[:] = scale if not scale else 1
-        a[0, 3] = scale
-        kernels.joint_scales(ratio, scales, a, b)
-        assert str(scales[0].item()) == str(expected)
-        assert not ratio.any() if not scale else ratio[3].isnan()
+        a, b, ratios, scales = torch.ones(1, 5, 1), torch.ones(1, 5, 1), torch.empty(2, 5), torch.empty(2)
+        a[0, slice(None) if scale == 0 else 3] = scale
+        kernels.joint_scales(ratios, scales, a, b)
+        if scale == 0:
+            assert scales[0] == 2.0**-126
+            assert ratios.isfinite().all()
+        else:
+            assert str(scales[0].item()) == str(scale)
+            assert ratios[:, 3].isnan().all()
