@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -208,7 +207,6 @@ def observed_race(machine: LocalMachine, seed: int) -> str:
     return result if isinstance(result, str) else ""
 
 
-@pytest.mark.slow
 def test_the_checker_and_the_simulated_ranks_agree_on_random_programs() -> None:
     counts: Counter[str] = Counter()
 

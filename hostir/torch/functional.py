@@ -179,8 +179,8 @@ def column_parallel_linear(
     With `fp8`, each call quantizes the rows of x and of the weights to e4m3, and computes a scale for each row. x is
     gathered and saved in e4m3. The error of an element is at most 1/16 of its value. The error of a sum of products is
     at most 1/7 of the sum of the products' absolute values. For random numbers, the error of the complete product is
-    about 4 % in norm. The gradients of x and of the weights are also products in fp8. Those of the weights are computed
-    from the x that was gathered in e4m3.
+    about 4 % in norm. The gradients of x and of the weights are also products in fp8, with about the same error. Those
+    of the weights are computed from the x that was gathered in e4m3.
 
     Args:
         x: this rank's tokens, `[..., K]`; with `gather_dim=None`, all tokens.

@@ -46,9 +46,8 @@ def accepted(pattern: Pattern, **arguments: int) -> dict[str, int]:
     return {name: value for name, value in arguments.items() if name in names}
 
 
-@pytest.mark.slow
 @every_pattern
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4, 8))])
 def test_a_pattern_gives_the_unsharded_result(pattern: Pattern, ranks: int) -> None:
     for slices in (1, 4):
         fusion = pattern(**accepted(pattern, ranks=ranks, S=slices, M=64, K=16, N=32, H=32))

@@ -24,8 +24,7 @@ from tests.strategies import Drawn, fusions
 FUSIONS = 50  # for each number of ranks; at most half may be refused. benchmarks/differential.py draws thousands
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [8, 4, 2, 1])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (8, 4, 1))])
 def test_the_lowered_program_gives_the_unsharded_result(ranks: int) -> None:
     tally: Counter[str] = Counter()
 

@@ -62,18 +62,23 @@ def model_of_rank_0() -> llama.Llama:
 
 
 def parallelized(
-    model: llama.Llama, mesh: DeviceMesh, compiled: bool, checkpoint: dict[str, Any] | None = None
+    model: llama.Llama,
+    mesh: DeviceMesh,
+    compiled: bool,
+    checkpoint: dict[str, Any] | None = None,
+    dynamic: bool | None = None,
 ) -> llama.Llama:
     """Shard a model. If `compiled`, its layers have DTensors and run with the pass; otherwise they are hostir's.
 
-    `checkpoint` has options of a checkpoint around each layer. None keeps all activations.
+    `checkpoint` has options of a checkpoint around each layer. None keeps all activations. `dynamic` is for
+    torch.compile.
     """
     parallelize_module(model, mesh, OF_DTENSORS if compiled else OF_LAYERS)
     if compiled:  # torch 2.13 loses the gradient of a compiled layer's input while its collective runs
         model.embedding.register_forward_hook(lambda module, inputs, x: x * 1)
     for i, layer in enumerate(model.layers):
         if compiled:
-            layer.compile(backend=BACKEND, dynamic=True)
+            layer.compile(backend=BACKEND, dynamic=dynamic)
         if checkpoint is not None:
             model.layers[i] = checkpoint_wrapper(layer, **checkpoint)
     return model
@@ -113,7 +118,8 @@ def train_like_one_rank(
     mesh = init_device_mesh(DEVICE, (RANKS // tp, tp), mesh_dim_names=("dp", "tp"))
     replicas, replica = mesh["dp"].size(), mesh["dp"].get_local_rank()
     alone = model_of_rank_0()
-    model = parallelized(copy.deepcopy(alone), mesh["tp"], compiled, checkpoint)
+    dynamic = True if len({*lengths}) > 1 else None
+    model = parallelized(copy.deepcopy(alone), mesh["tp"], compiled, checkpoint, dynamic)
     for shards in (*model.layers, model) if replicas > 1 else ():
         fully_shard(shards, mesh=mesh["dp"])
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, alone)]
@@ -187,7 +193,7 @@ def memory_is_the_same_after_30_and_300_steps_of_new_numbers_of_tokens() -> None
         random.Random(os.environ.get("SEED", "")),
     )
     for compiled in (True, False):
-        model = parallelized(model_of_rank_0(), mesh, compiled)
+        model = parallelized(model_of_rank_0(), mesh, compiled, dynamic=True)
         optimizer, held = torch.optim.AdamW(model.parameters()), {}
         with hi.torch.install(strict=True, tune=0):  # while candidates are tried, the memory that they hold changes
             for step in range(1, 301):
