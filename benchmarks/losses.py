@@ -211,7 +211,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         picture.write_text(draw(json.loads(given.read_text())), encoding="utf-8")
         return 0
     with session(options.device) as job:
-        assert job is not None, "start it with torchrun"
+        if job is None:
+            parser.error("it needs several ranks: start it with torchrun")
+        if options.tokens % job.size:
+            parser.error(f"{job.size} ranks cannot share {options.tokens} tokens: pass a multiple with --tokens")
         mesh = init_device_mesh(options.device, (dist.get_world_size(),), mesh_dim_names=("tp",))
         source = text()  # once: files may change while the benchmark runs
         losses = {way: trained(options, mesh, source, way, job.rank == 0) for way in WAYS}

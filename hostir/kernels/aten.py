@@ -393,13 +393,14 @@ def quantize_rows(out: torch.Tensor, scale: torch.Tensor, x: torch.Tensor) -> No
 def joint_scales(ratios: torch.Tensor, scales: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """Replace the scales of the rows of two operands, `a` and `b`, by one scale for all rows.
 
-    Let r be the product of the scales of a row, relative to the largest of these products. A sum over rows of products
-    of both operands is the largest one times the sum of r times the quantized operands. Each of the two operands is
-    multiplied by about the square root of r: numbers of 8 bits become too small for their dtype only if r is tiny. All
-    are powers of two. If a scale is NaN or infinite, the ratios of its row are NaN.
+    A matmul that sums over rows cannot multiply each row by its scales. So the result gets the largest product of the
+    two scales of a row. Let r be the product of the scales of another row, relative to the largest one. Then this row
+    of each operand is multiplied by about the square root of r. A number of 8 bits then becomes too small for its
+    dtype only if r is tiny. All factors are powers of two. If a scale is NaN or infinite, the factors of its row are
+    NaN.
 
-    Arguments:
-        ratios: `[2, rows]`, a result: for each operand, what to multiply its rows by.
+    Args:
+        ratios: `[2, rows]`, a result: the factors of the rows of each operand.
         scales: `[2]`, the other result: the largest product, at least 2^-126, and 1. NaN if a scale is NaN.
         a, b: scales of rows, `[outer, inner, 1]`, with `outer * inner` rows.
     """

@@ -6,9 +6,10 @@ The output, the gradient of the input and the gradient of the weight are product
 
 The gradient of the weight is a sum over rows: `dy^T @ x`. Its operands are quantized rows that this rank already has:
 x as the forward pass multiplied it, and dy as the gradient of the input multiplies it. torchao would quantize the
-columns of both anew. A sum over rows can't be multiplied by the scales of the rows. So all rows get one scale, the
-largest product of the scales of a row of x and of dy, and both rows are multiplied by what is missing. As scales are
-powers of two, this doesn't round, except numbers that become too small for e4m3 (`aten.joint_scales`).
+columns of both anew. The scales differ from row to row, but a sum has one scale. It is the largest product of the scale
+of a row of x and the scale of the same row of dy. In a row with a smaller product, x and dy are each multiplied by
+about the square root of the ratio of the two products. The factors are powers of two. So this rounds only numbers that
+become too small for e4m3 (`aten.joint_scales`).
 
 A rank that sees only a part of a row or column may choose another scale than a rank that sees all of it. Because all
 scales are powers of two, both ranks round an element to the same value. Elements more than 14,000 times smaller than
@@ -33,7 +34,7 @@ from hostir.torch.ops.library import GATHERED, SCATTERED, check_operands, define
 from hostir.torch.ops.scaled_matmul_reduce_scatter import scaled_matmul_reduce_scatter
 
 FLOAT8 = "f8e4m3"
-ALIGNMENT = 16  # elements: the sums of cuBLAS's products in fp8 have a multiple of them
+ALIGNMENT = 16  # cuBLAS multiplies fp8 if the number of products in each sum is a multiple of this
 _modes = torch._C._len_torch_dispatch_stack
 Quantized = tuple[Tensor, Tensor]
 
@@ -90,7 +91,7 @@ def _empty_gradient(dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, dt
 def float8_weight_gradient(dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, dtype: str) -> Tensor:
     """Return `dy^T @ x`, `[N, K]` in `dtype`, of rows in fp8.
 
-    Arguments:
+    Args:
         dy: `[outer, inner, N]` in fp8, for `outer * inner` rows.
         dy_scale: the scales of its rows, `[outer, inner, 1]`: powers of two.
         x: `[outer, inner, K]` in fp8.
@@ -124,7 +125,7 @@ def _weight_gradients(
 
     If all gradients are needed, they are parts of one tensor.
 
-    Arguments:
+    Args:
         x: the rows of the input in fp8, and their scales.
         dy: the gradients of the outputs, side by side, in fp8, and the scales of their rows.
         axis: the axis of `x` and `dy` that is outermost in memory.

@@ -22,7 +22,7 @@ def falling(factor: float = 1.0, steps: int = 60) -> list[float]:
 @pytest.mark.torchrun
 @pytest.mark.slow
 @pytest.mark.timeout(150)
-def test_a_small_model_trains_alike_in_fp8_and_bf16(tmp_path: Path) -> None:
+def test_a_small_model_trains_in_all_ways_and_its_curves_are_written(tmp_path: Path) -> None:
     small = ["--device", "cpu", "--model", "tiny", "--tokens", "16", "--batch", "4", "--steps", "18"]
     env = environment(HOSTIR_CACHE=str(tmp_path), PYTHONWARNINGS="ignore")
     done = launch(2, "-m", "benchmarks.losses", *small, "--out", str(tmp_path / "losses"), env=env, timeout=140)
@@ -34,6 +34,12 @@ def test_a_small_model_trains_alike_in_fp8_and_bf16(tmp_path: Path) -> None:
     assert first != fp8, "fp8 rounds differently"
     assert main(["--draw", str(tmp_path / "losses.json"), str(tmp_path / "losses.svg")]) == 0
     assert (tmp_path / "losses.svg").read_text() == draw(data)
+
+
+def test_it_asks_for_several_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--device", "cpu"])
+    assert "start it with torchrun" in capsys.readouterr().err
 
 
 def test_a_curve_is_the_mean_of_the_last_losses() -> None:
