@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -38,6 +39,46 @@ def world() -> Any:
     return dist.group.WORLD
 
 
+class Destroyer:
+    """Destroys process groups on a thread of its own, so that the caller can stop waiting.
+
+    With NCCL, destroying a group hangs if a CUDA graph with NCCL kernels still exists. The thread starts with the first
+    group, and not when it is needed: since Python 3.12, a process that exits starts no threads.
+    """
+
+    def __init__(self) -> None:
+        self.jobs = SimpleQueue[tuple[list[Any], bool]]()
+        self.thread = threading.Thread(target=self._run, name="hostir destroys groups", daemon=True)
+
+    def start(self) -> None:
+        if self.thread.ident is None:
+            self.thread.start()
+
+    def _run(self) -> None:
+        groups, default = self.jobs.get()
+        while groups:
+            groups.pop().shutdown()
+        if default:
+            dist.destroy_process_group()
+
+    def destroy(self, groups: list[Any], default: bool) -> None:
+        """Destroy process groups in the same order on all ranks. If `default`, destroy torch's default group, too.
+
+        If this takes longer than PARTING, print a warning and return. Then the thread ends with the process.
+        """
+        self.jobs.put((groups, default))
+        if self.thread.ident is None:  # there is no group
+            return
+        self.thread.join(PARTING)
+        if self.thread.is_alive():
+            print(
+                "warning: The process groups could not be destroyed, probably because a CUDA graph is still alive.\n"
+                "  hint: delete the graphs before the session ends",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
 @dataclass
 class Groups:
     """The process groups of a session, one for each team of its ranks, and the state that belongs to them.
@@ -63,6 +104,7 @@ class Groups:
         abandoned: the failure of a call that ended midway on some rank; empty if there is no such call. It is set when
             this rank's caller has received an error about the call. Before their next calls, the ranks renew their
             shared state.
+        destroyer: destroys the groups at the end of the session.
     """
 
     rank: int
@@ -77,6 +119,7 @@ class Groups:
     timeouts: dict[str, Any] = field(default_factory=dict)
     broken: str = ""
     abandoned: str = ""
+    destroyer: Destroyer = field(default_factory=Destroyer)
     lock: Any = field(default_factory=threading.RLock)
     _messages: Groups | None = None
 
@@ -96,9 +139,8 @@ class Groups:
         with self.lock:
             if self._messages is None:
                 store = None if self.store is None else PrefixStore("messages", self.store)
-                self._messages = Groups(
-                    self.rank, self.device, store=store, timeout=self.timeout, all_ranks=self.all_ranks
-                )
+                shared = {"timeout": self.timeout, "all_ranks": self.all_ranks, "destroyer": self.destroyer}
+                self._messages = Groups(self.rank, self.device, store=store, **shared)
             return self._messages
 
     def renew(self, seconds: float) -> None:
@@ -151,8 +193,7 @@ class Groups:
             _abandoned.extend(groups)
             for group in groups if self.device.type == "cpu" else ():  # gloo's destructor waits for its collectives
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-        elif groups or default:
-            _destroy(groups, default)
+        self.destroyer.destroy(groups if done else [], done and default)
 
     def prepare(self, teams: Sequence[tuple[int, ...]]) -> None:
         """Create the process group of each team in `teams` that contains this rank and has no group yet.
@@ -179,6 +220,7 @@ class Groups:
         """
         if self.broken:
             raise error(f"rank {self.rank} cannot connect: {self.broken}", hint=ANEW)
+        self.destroyer.start()
         store, rank = PrefixStore("-".join(map(str, team)), self.store), team.index(self.rank)
         group = ProcessGroup(store, rank, len(team))
         kind = ProcessGroup.BackendType.GLOO if self.device.type == "cpu" else ProcessGroup.BackendType.NCCL
@@ -226,28 +268,3 @@ def _abort(group: Any, device: torch.device) -> None:
     elif group.size() > 1:
         with contextlib.suppress(RuntimeError):  # if a receive times out, gloo closes all connections of the group
             group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), NO_TAG).wait(timedelta(milliseconds=1))
-
-
-def _destroy(groups: list[Any], default: bool) -> None:
-    """Destroy process groups in the same order on all ranks. If `default`, destroy torch's default group, too.
-
-    With NCCL this hangs if a CUDA graph with NCCL kernels still exists. If it hangs, a warning is printed after PARTING
-    seconds.
-    """
-
-    def destroy() -> None:
-        while groups:
-            groups.pop().shutdown()
-        if default:
-            dist.destroy_process_group()
-
-    over = threading.Thread(target=destroy, daemon=True)
-    over.start()
-    over.join(PARTING)
-    if over.is_alive():
-        print(
-            "warning: The process groups could not be destroyed, probably because a CUDA graph is still alive.\n"
-            "  hint: delete the graphs before the session ends",
-            file=sys.stderr,
-            flush=True,
-        )

@@ -135,6 +135,8 @@ class Session:
         teams = PrefixStore("teams", self.store.clone())  # a separate connection: joining a group blocks it
         teams.set_timeout(patience)
         self.groups = Groups(self.rank, self.device, self.exchange, teams, patience, all_ranks)
+        if self.owner:
+            self.groups.destroyer.start()
         report = lambda why: self.watchdog.misalign(why)  # noqa: E731  # the watchdog does not exist yet
         self.calls = Calls(self.store, self.rank, range(self.size), self.timeout, self.check_following, report)
         self.meetings = Meetings(self)

@@ -58,12 +58,19 @@ def rows_of(offsets, source_step, step, source, group, groups, rows):
 
 
 @triton.jit
-def dot(x, y, acc):
-    """Return `x @ y + acc`, in f32 without rounding of f32 operands. `acc` may be None."""
+def add_product(acc, x, y):
+    """Return `acc + x @ y` in f32, without rounding of f32 operands.
+
+    Products of 16-bit operands are added to `acc` one by one. Other products are added up before `acc` is added:
+    tensor cores add up products of fp8 in fewer bits, and a long sum of f32 is more exact if it is a sum of sums.
+    """
     if _INTERPRETED:
-        return tl.dot(to_float32(x), to_float32(y), acc, input_precision="ieee")
+        return acc + tl.dot(to_float32(x), to_float32(y), input_precision="ieee")
+    elif x.dtype.primitive_bitwidth == 16:
+        return tl.dot(x, y, acc)
     else:
-        return tl.dot(x, y, acc, input_precision="ieee")
+        # Triton would make one sum of both, unless a number of products to be added up first is given.
+        return acc + tl.dot(x, y, input_precision="ieee", max_num_imprecise_acc=x.shape[1])
 
 
 class RowGroups(NamedTuple):
@@ -229,8 +236,7 @@ def _grouped_matmul_kernel(
 ):
     """Compute this program's tiles. Tiles go down the rows of an interval, then right, so that matrices stay in L2.
 
-    With COLLECTED, an interval has the rows of a group. Else it has the rows of a group in one source. With SCALED,
-    the products of each step along K are added to the others in f32: tensor cores add up products of fp8 in fewer bits.
+    With COLLECTED, an interval has the rows of a group. Else it has the rows of a group in one source.
     """
     of = RowGroups(offsets, offsets_source, offsets_step, sources, first, groups, rows)
     turns, group_index, width = tl.arange(0, SOURCES), tl.arange(0, GROUPS), tl.cdiv(N, BN)
@@ -287,10 +293,7 @@ def _grouped_matmul_kernel(
                 a = tl.load(lines + far[None, :] * left_column, mask=inside[:, None] & in_k[None, :], other=0.0)
                 columns = w + matrix.to(tl.int64) * w_group + column * w_column
                 b = tl.load(columns + far[:, None] * w_row, mask=in_columns & in_k[:, None], other=0.0)
-            if SCALED:
-                acc += dot(a, b, None)
-            else:
-                acc = dot(a, b, acc)
+            acc = add_product(acc, a, b)
         if SCALED:
             token = row.to(tl.int64)
             if INDEX:

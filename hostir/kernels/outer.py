@@ -13,7 +13,7 @@ import triton.language as tl
 
 from hostir.kernels import aten
 from hostir.kernels.devices import INTERPRETED, check_device, launch, launching
-from hostir.kernels.grouped import MAX_SOURCES, dot, rows_of
+from hostir.kernels.grouped import MAX_SOURCES, add_product, rows_of
 from hostir.kernels.matmul.conversions import from_float32, to_float32
 from hostir.kernels.matmul.operands import DTYPES
 
@@ -78,7 +78,7 @@ def _grouped_outer_kernel(
                 of_a, of_b = here & (k < K)[None, :], here & (n < N)[None, :]
             a = tl.load(left + source * x_source + row * x_row, mask=of_a, other=0.0)
             b = tl.load(right + source * y_source + row * y_row, mask=of_b, other=0.0)
-            acc = dot(tl.trans(a), b, acc)
+            acc = add_product(acc, tl.trans(a), b)
     inside = (k < K)[:, None] & (n < N)[None, :]
     if addend is not None:
         of_group = addend + group.to(tl.int64) * addend_group

@@ -383,7 +383,7 @@ class ColumnParallelLinear(ShardedLinear):
         return _indivisible("its out_features", linear.out_features, layouts)
 
     def unfit_call(self, x: Tensor) -> str | None:
-        if why := super().unfit_call(x):
+        if why := ShardedLinear.unfit_call(self, x):  # torch 2.11 does not trace super() on Python 3.12
             return why
         axis, ranks = self.sharded_axis(x), self.layouts.mesh.size()
         if axis is not None and isinstance(x, DTensor) and x.shape[axis] % ranks:  # plain tensors are equal parts
@@ -457,7 +457,7 @@ class RowParallelLinear(ShardedLinear):
         return _indivisible("its in_features", linear.in_features, layouts)
 
     def unfit_call(self, x: Tensor) -> str | None:
-        if why := super().unfit_call(x):
+        if why := ShardedLinear.unfit_call(self, x):
             return why
         if self.output_axis is None:
             return None

@@ -250,7 +250,7 @@ def test_gradients_of_weights_are_sums_of_the_rows_in_fp8(outer, inner, N, K, dt
         assert out.dtype == getattr(torch, dtype)
         error = (out.double() - exact).norm() / exact.norm()
         rounded = (exact.to(out.dtype).double() - exact).norm() / exact.norm()
-        assert error <= 1.1 * rounded + 1e-4, (error, rounded)  # tensor cores add 128 products in about 14 bits
+        assert error <= 1.1 * rounded + 2e-4, f"{error:.2e}"  # tensor cores add products of fp8 in about 14 bits
     results, length = [], -(-outer * inner // 16) * 16
     for kernels in (quantize, aten):
         ratios, scales = torch.empty(2, outer * inner, device=CUDA), torch.empty(2, device=CUDA)

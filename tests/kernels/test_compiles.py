@@ -626,6 +626,21 @@ def test_a_grouped_matmul_of_fp8_adds_each_step_to_the_others_and_spills_nothing
     assert not re.findall(r"\b(?:LDL|STL)\b", code[code.index("QGMMA") : code.rindex("QGMMA")])
 
 
+def test_a_grouped_matmul_of_f32_adds_sums_of_steps_and_spills_nothing():
+    tile = _tile(512, 4)
+    options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
+    constants = {"SOURCES": 2, "GROUPS": 16, **tile, "COLLECTED": True, "DESCRIPTORS": False, "W_IS_NK": False}
+    constants |= {"SCALED": False, "INDEX": False, **dict.fromkeys(("index", "scale_x", "scale_w"))}
+    constants |= dict.fromkeys(("left_column", "w_column", "out_column", "offsets_step"), 1)
+    pointers = dict.fromkeys(("left", "w", "out"), "*fp32") | {"offsets": "*i32"}
+    varying = ("sources", "groups", "first", "rows", "tokens", "capacity")
+    source = aligned_source(_grouped_matmul_kernel, constants, pointers, varying)
+    kernel = triton.compile(source, target=TARGET, options=options)
+    elements = tile["BM"] * tile["BN"] // (32 * options["num_warps"])
+    assert len(re.findall(r"add(?:\.rn)?\.f32", kernel.asm["ptx"])) == elements
+    assert kernel.metadata.spilled == 0
+
+
 @pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize("indexed", [False, True])
 @pytest.mark.parametrize("dtype", ["bf16", "fp8e4nv"])

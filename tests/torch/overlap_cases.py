@@ -449,6 +449,9 @@ def unfused_scales_are_reported_with_a_reason() -> None:
 
 def on_another_thread(function: Callable[[], Any]) -> None:
     """Call a function as autograd calls the backward of CUDA tensors: on a thread with the defaults of all settings."""
+    if DEVICE == "cuda":  # autograd has such a thread
+        function()
+        return
     with ThreadPoolExecutor(1) as pool:
         pool.submit(function).result()
 

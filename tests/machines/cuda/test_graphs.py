@@ -441,7 +441,7 @@ def test_a_session_that_ends_drops_the_graphs_before_the_groups(monkeypatch: pyt
     seen: list[int] = []
     monkeypatch.setattr(sessions, "_current", here)
     monkeypatch.setattr(sessions.Session, "exchange", lambda *what: [])
-    monkeypatch.setattr(process_groups, "_destroy", lambda groups, default: seen.append(len(alive)))
+    monkeypatch.setattr(process_groups.Destroyer, "destroy", lambda self, groups, default: seen.append(len(alive)))
     here.close(done=True)
     assert seen == [0]
     assert e.graph_refusal == "its session has ended"
