@@ -42,6 +42,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 import torch.nn.functional as F  # noqa: N812  # as everywhere
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -335,7 +336,7 @@ class Step:
 
 def operators_of(step: Callable[[], Any], device: torch.device) -> Counter[str]:
     """Profile a step; return its fused operators with their counts."""
-    with profile(activities=[ProfilerActivity.CPU]) as watched:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as watched:
         step()
         synchronize(device)
     return Counter(event.name for event in watched.events() if event.name.startswith(FUSED))
@@ -470,12 +471,15 @@ def case_of(options: argparse.Namespace, mesh: DeviceMesh, model: str, tokens: i
 
 
 def warmed(case: Case, way: Way) -> Step:
-    """Run a way until everything is compiled; return its step."""
+    """Run a way until everything is compiled; return its step. Raise if a block was compiled to several graphs."""
     hostir.torch.report(clear=True)
+    counters.clear()
     step = Step(case, way.make(case), way.dtensors)
     for _ in range(STEPS[case.x.device.type]):
         step()
         synchronize(case.x.device)
+    if breaks := counters["graph_break"]:
+        raise RuntimeError(f"torch.compile broke the graph: {next(iter(breaks))}")
     return step
 
 

@@ -139,8 +139,13 @@ class Groups:
         with self.lock:
             if self._messages is None:
                 store = None if self.store is None else PrefixStore("messages", self.store)
-                shared = {"timeout": self.timeout, "all_ranks": self.all_ranks, "destroyer": self.destroyer}
-                self._messages = Groups(self.rank, self.device, store=store, **shared)
+                self._messages = Groups(
+                    *(self.rank, self.device),
+                    store=store,
+                    timeout=self.timeout,
+                    all_ranks=self.all_ranks,
+                    destroyer=self.destroyer,
+                )
             return self._messages
 
     def renew(self, seconds: float) -> None:

@@ -384,8 +384,12 @@ def power_of_two_scales(x: torch.Tensor) -> torch.Tensor:
     return torch.where(most < 0x7F800000, bits.clamp_min(0x800000), most).view(torch.float32)
 
 
-def quantize_rows(out: torch.Tensor, scale: torch.Tensor, x: torch.Tensor) -> None:
-    """Quantize each row of `x` to e4m3: `scale` is `power_of_two_scales(x)`, and `out = x / scale`."""
+def quantize_rows(out: torch.Tensor, scale: torch.Tensor, xs: Sequence[torch.Tensor], *, axis: int = 0) -> None:
+    """Quantize each row of `x` to e4m3: `scale` is `power_of_two_scales(x)`, and `out = x / scale`.
+
+    `x` consists of the matrices `xs`. They are one below the other, or with `axis=1` side by side.
+    """
+    x = xs[0] if len(xs) == 1 else torch.cat([*xs], axis)
     scale.copy_(power_of_two_scales(x))
     out.copy_((x.float() / scale).to(out.dtype))
 
@@ -412,14 +416,21 @@ def joint_scales(ratios: torch.Tensor, scales: torch.Tensor, a: torch.Tensor, b:
         out.copy_(torch.where(ratio.isnan(), ratio, ((part + 127) << 23).view(torch.float32)))
 
 
-def transpose_rows(out: torch.Tensor, x: torch.Tensor, scale: torch.Tensor) -> None:
-    """Transpose the rows of `x`, `[outer, inner, columns]`, each multiplied by its number of `scale`.
+def transpose_rows(
+    a_out: torch.Tensor, b_out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, ratios: torch.Tensor
+) -> None:
+    """Transpose the rows of two operands in fp8. Each row is multiplied by a ratio, and rounded again.
 
-    `out` is `[columns, length]`, contiguous, of the dtype of `x`. Its columns beyond the rows of `x` get 0.
+    Args:
+        a_out, b_out: the results, `[columns, length]`, contiguous, of the dtype of the operands. Their columns beyond
+            the rows get 0.
+        a, b: the operands, `[outer, inner, columns]`, with `outer * inner` rows.
+        ratios: the ratios of the rows of each operand, `[2, rows]`.
     """
-    flat = x.flatten(0, 1)
-    out[:, : len(flat)] = (flat.float() * scale[:, None]).to(x.dtype).t()
-    out.view(torch.uint8)[:, len(flat) :] = 0
+    for out, x, ratio in zip((a_out, b_out), (a, b), ratios, strict=True):
+        flat = x.flatten(0, 1)
+        out[:, : len(flat)] = (flat.float() * ratio[:, None]).to(x.dtype).t()
+        out.view(torch.uint8)[:, len(flat) :] = 0
 
 
 KERNELS: dict[str, Callable[..., None]] = {

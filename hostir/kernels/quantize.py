@@ -6,6 +6,8 @@ One kernel computes the scales of rows or blocks; another divides by them. Each 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -17,7 +19,8 @@ from hostir.kernels.matmul.conversions import from_float32, to_float32
 from hostir.kernels.matmul.operands import DTYPES
 
 _WIDTH = 4096  # elements that a program reads at once
-_TILE = 64  # rows and columns of a tile, if neighbouring elements of a column are neighbours in memory
+_TILE = 16384  # elements that a program reads at once, if neighbouring elements of a column are neighbours in memory
+MOST = 8  # matrices that one launch quantizes
 _SQUARE = 128  # rows and columns of a tile that is transposed
 _WARPS = 8
 
@@ -130,11 +133,11 @@ def _write_tile(out, read, by, row, column, rows, columns, out_row, out_column):
 
 @triton.jit
 def _quantize_rows_kernel(
-    x,
-    scale,
-    out,
+    xs,
     rows,
     columns,
+    scale,
+    out,
     x_row,
     x_column,
     scale_row,
@@ -144,25 +147,83 @@ def _quantize_rows_kernel(
     WIDTH: tl.constexpr,
     ONCE: tl.constexpr,
 ):
-    """Quantize `ROWS` rows, and store their scales. If `ONCE`, one tile holds the rows; else they are read twice."""
-    row, place = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    """Quantize `ROWS` rows of one of the matrices `xs`, and store their scales.
+
+    The matrices are one below the other, with so many `rows` each. If `ONCE`, one tile holds the rows; else they are
+    read twice.
+    """
+    x, count, block = xs[0], tl.cast(rows[0], tl.int32), tl.program_id(0)
+    above = block * 0  # the number of rows of the matrices above x
+    for n in tl.static_range(1, len(xs)):
+        if block >= tl.cdiv(count, ROWS):
+            block -= tl.cdiv(count, ROWS)
+            above += count
+            x, count = xs[n], tl.cast(rows[n], tl.int32)
+    row, place = block * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
     if ONCE:
-        read = _read_tile(x, row, place, rows, columns, x_row, x_column)
+        read = _read_tile(x, row, place, count, columns, x_row, x_column)
         most = tl.max(magnitude(read), 1)
     else:
-        most = tl.zeros((ROWS,), dtype=tl.int32)
-        for start in range(0, columns, WIDTH):
-            tile = _read_tile(x, row, start + place, rows, columns, x_row, x_column)
-            most = tl.maximum(most, tl.max(magnitude(tile), 1))
+        most = _largest(x, row, count, columns, x_row, x_column, ROWS, WIDTH)
+    by = _power_of_two(most)
+    tl.store(scale + (above + row).to(tl.int64) * scale_row, by, mask=row < count)
+    out += above.to(tl.int64) * out_row
+    if ONCE:
+        _write_tile(out, read, _inverse(by), row, place, count, columns, out_row, out_column)
+    else:
+        _write_rows(out, x, _inverse(by), row, count, columns, x_row, x_column, out_row, out_column, WIDTH)
+
+
+@triton.jit
+def _quantize_columns_kernel(
+    xs,
+    columns,
+    rows,
+    scale,
+    out,
+    x_row,
+    x_column,
+    scale_row,
+    out_row,
+    out_column,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Quantize `ROWS` rows, and store their scales. The matrices `xs` are side by side, with so many `columns` each."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    most = tl.zeros((ROWS,), dtype=tl.int32)
+    for n in tl.static_range(len(xs)):
+        most = tl.maximum(most, _largest(xs[n], row, rows, columns[n], x_row, x_column, ROWS, WIDTH))
     by = _power_of_two(most)
     tl.store(scale + row.to(tl.int64) * scale_row, by, mask=row < rows)
-    inverse = tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), by)  # exact, because `by` is a power of two
-    if ONCE:
-        _write_tile(out, read, inverse, row, place, rows, columns, out_row, out_column)
-    else:
-        for start in range(0, columns, WIDTH):
-            tile = _read_tile(x, row, start + place, rows, columns, x_row, x_column)
-            _write_tile(out, tile, inverse, row, start + place, rows, columns, out_row, out_column)
+    for n in tl.static_range(len(xs)):
+        _write_rows(out, xs[n], _inverse(by), row, rows, columns[n], x_row, x_column, out_row, out_column, WIDTH)
+        out += tl.cast(columns[n], tl.int64) * out_column
+
+
+@triton.jit
+def _inverse(by):
+    """Return `1 / by`. It is exact for powers of two."""
+    return tl.div_rn(tl.full(by.shape, 1.0, tl.float32), by)
+
+
+@triton.jit
+def _largest(x, row, rows, columns, x_row, x_column, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Return the bits of the largest absolute value of each row."""
+    most = tl.zeros((ROWS,), dtype=tl.int32)
+    for start in range(0, columns, WIDTH):
+        tile = _read_tile(x, row, start + tl.arange(0, WIDTH), rows, columns, x_row, x_column)
+        most = tl.maximum(most, tl.max(magnitude(tile), 1))
+    return most
+
+
+@triton.jit
+def _write_rows(out, x, by, row, rows, columns, x_row, x_column, out_row, out_column, WIDTH: tl.constexpr):
+    """Multiply each row of `x` with its number of `by`, and store the rows in the dtype of `out`."""
+    for start in range(0, columns, WIDTH):
+        place = start + tl.arange(0, WIDTH)
+        tile = _read_tile(x, row, place, rows, columns, x_row, x_column)
+        _write_tile(out, tile, by, row, place, rows, columns, out_row, out_column)
 
 
 @triton.jit(do_not_specialize=["inner", "rows"])
@@ -201,19 +262,43 @@ def _product_of_scales(a, b, start, inner, rows, a_outer, a_inner, b_outer, b_in
 
 @triton.jit(do_not_specialize=["inner", "rows"])
 def _transpose_kernel(
-    x, scale, out, inner, rows, columns, length, x_outer, x_inner, x_column, out_row, TILE: tl.constexpr
+    a,
+    b,
+    ratios,
+    a_out,
+    b_out,
+    inner,
+    rows,
+    a_columns,
+    b_columns,
+    length,
+    a_outer,
+    a_inner,
+    b_outer,
+    b_inner,
+    column_step,
+    ratios_row,
+    a_out_row,
+    b_out_row,
+    TILE: tl.constexpr,
 ):
-    """Transpose a tile of `x`, and multiply each of its rows by a scale.
+    """Transpose a tile of `a` or `b`, and multiply each of its rows by a ratio.
 
-    Row `t` of `x` is its row `t % inner` in part `t // inner`. `out` has `length` columns; those beyond the rows get 0.
+    Row `t` of an operand is its row `t % inner` in part `t // inner`. The results have `length` columns; those beyond
+    the rows get 0.
     """
-    across = tl.cdiv(length, TILE)
-    row = tl.program_id(0) % across * TILE + tl.arange(0, TILE)
-    column = (tl.program_id(0) // across * TILE + tl.arange(0, TILE)).to(tl.int64)
-    at = (row // inner).to(tl.int64) * x_outer + (row % inner).to(tl.int64) * x_inner
+    across, block = tl.cdiv(length, TILE), tl.program_id(0)
+    x, out, out_row, columns, outer, step = a, a_out, a_out_row, a_columns, a_outer, a_inner
+    if block >= across * tl.cdiv(a_columns, TILE):
+        block -= across * tl.cdiv(a_columns, TILE)
+        x, out, out_row, columns, outer, step = b, b_out, b_out_row, b_columns, b_outer, b_inner
+        ratios += ratios_row
+    row = block % across * TILE + tl.arange(0, TILE)
+    column = (block // across * TILE + tl.arange(0, TILE)).to(tl.int64)
+    at = (row // inner).to(tl.int64) * outer + (row % inner).to(tl.int64) * step
     there = (column < columns)[None, :]
-    tile = tl.load(x + at[:, None] + column[None, :] * x_column, mask=(row < rows)[:, None] & there, other=0.0)
-    by = tl.load(scale + row, mask=row < rows, other=0.0)
+    tile = tl.load(x + at[:, None] + column[None, :] * column_step, mask=(row < rows)[:, None] & there, other=0.0)
+    by = tl.load(ratios + row, mask=row < rows, other=0.0)
     tile = from_float32(to_float32(tile) * by[:, None], out.dtype.element_ty)
     tl.store(out + column[None, :] * out_row + row[:, None], tile, mask=(row < length)[:, None] & there)
 
@@ -269,30 +354,40 @@ def quantize(out: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, *, dtype: 
         )
 
 
-def quantize_rows(out: torch.Tensor, scale: torch.Tensor, x: torch.Tensor) -> None:
-    """Quantize each row of `x` to e4m3, with a power of two as its scale: see `aten.quantize_rows`.
+def quantize_rows(out: torch.Tensor, scale: torch.Tensor, xs: Sequence[torch.Tensor], *, axis: int = 0) -> None:
+    """Quantize each row of matrices to e4m3, with a power of two as its scale: see `aten.quantize_rows`.
 
     If the elements of a column are neighbours in memory, the kernel reads and writes tiles, so that memory is read in
-    long pieces. ATen computes the result instead if Triton's kernels do not take the dtype of `x`, if `x` has no
+    long pieces. ATen computes the result instead if Triton's kernels do not take the dtype of `xs`, if there are no
     elements, or if the rows of a tensor have no constant stride.
     """
-    flat, flat_out, flat_scale = rows(x), rows(out), rows(scale)
-    if flat is None or flat_out is None or flat_scale is None or x.dtype not in DTYPES or not x.numel():
-        aten.quantize_rows(out, scale, x)
+    flat = [each for each in map(rows, xs) if each is not None]
+    first, flat_out, flat_scale = flat[0] if flat else None, rows(out), rows(scale)
+    takes = len(flat) == len(xs) and xs[0].dtype in DTYPES and out.numel()
+    if not takes or first is None or flat_out is None or flat_scale is None:
+        aten.quantize_rows(out, scale, xs, axis=axis)
         return
-    count, columns = flat.shape
-    width = min(triton.next_power_of_2(columns), 2 * _WIDTH)
-    height = max(_WIDTH // width, 1)
-    if flat.stride(1) != 1 and flat.stride(0) == 1:
-        width, height = min(width, _TILE), _TILE
-    with launching(check_device(x=x, scale=scale, out=out)):
+    by_columns = first.stride(1) != 1 and first.stride(0) == 1
+    alike = len(xs) <= MOST and all(x.stride() == first.stride() for x in flat)
+    if len(xs) > 1 and (not alike or by_columns != (axis == 1)):
+        quantize_rows(out, scale, [torch.cat(flat, axis)], axis=0)
+        return
+    across = first.shape[1]
+    if by_columns:
+        height = next(size for size, least in ((32, 4096), (16, 2048), (8, 0)) if len(first) >= least)
+        width = min(triton.next_power_of_2(max(x.shape[1] for x in flat)), _TILE // height)
+        launched, programs, lengths = _quantize_columns_kernel, -(-len(first) // height), [x.shape[1] for x in flat]
+    else:
+        width = min(triton.next_power_of_2(across), 2 * _WIDTH)
+        height, lengths = max(_WIDTH // width, 1), [len(x) for x in flat]
+        launched, programs = _quantize_rows_kernel, sum(-(-length // height) for length in lengths)
+    with launching(check_device(x=first, scale=scale, out=out)):
         launch(
-            *(_quantize_rows_kernel, -(-count // height)),
-            *(flat, flat_scale, flat_out, count, columns),
-            *(*flat.stride(), flat_scale.stride(0), *flat_out.stride()),
+            *(launched, programs, tuple(flat), tuple(lengths), len(first) if by_columns else across),
+            *(flat_scale, flat_out, *first.stride(), flat_scale.stride(0), *flat_out.stride()),
+            **({} if by_columns else {"ONCE": across <= width}),
             ROWS=height,
             WIDTH=width,
-            ONCE=columns <= width,
             num_warps=_WARPS,
         )
 
@@ -309,13 +404,22 @@ def joint_scales(ratios: torch.Tensor, scales: torch.Tensor, a: torch.Tensor, b:
         )
 
 
-def transpose_rows(out: torch.Tensor, x: torch.Tensor, scale: torch.Tensor) -> None:
-    """Transpose rows in Triton, each multiplied by its number of `scale`: see `aten.transpose_rows`."""
-    (outer, inner, columns), length = x.shape, out.shape[1]
-    with launching(check_device(x=x, scale=scale, out=out)):
+def transpose_rows(
+    a_out: torch.Tensor, b_out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, ratios: torch.Tensor
+) -> None:
+    """Transpose the rows of two operands in one Triton kernel: see `aten.transpose_rows`.
+
+    ATen transposes instead if the columns of the operands have different strides.
+    """
+    if a.stride(2) != b.stride(2):
+        aten.transpose_rows(a_out, b_out, a, b, ratios)
+        return
+    (outer, inner, _), length = a.shape, a_out.shape[1]
+    with launching(check_device(a=a, b=b, ratios=ratios)):
         launch(
-            *(_transpose_kernel, -(-length // _SQUARE) * -(-columns // _SQUARE)),
-            *(x, scale, out, inner, outer * inner, columns, length, *x.stride(), out.stride(0)),
+            *(_transpose_kernel, -(-length // _SQUARE) * sum(-(-len(out) // _SQUARE) for out in (a_out, b_out))),
+            *(a, b, ratios, a_out, b_out, inner, outer * inner, len(a_out), len(b_out), length),
+            *(*a.stride()[:2], *b.stride()[:2], a.stride(2), ratios.stride(0), a_out.stride(0), b_out.stride(0)),
             TILE=_SQUARE,
             num_warps=_WARPS,
         )

@@ -54,6 +54,12 @@ def scaled_by_library(
     return True
 
 
+def _aligned(scales: torch.Tensor) -> torch.Tensor:
+    """Return scales that are contiguous, and begin where `torch._scaled_mm` can read 16 bytes at once."""
+    dense = scales.contiguous()
+    return dense.clone() if dense.data_ptr() % 16 else dense
+
+
 def _scales_of_library(
     out: torch.Tensor,
     a: torch.Tensor,
@@ -75,7 +81,7 @@ def _scales_of_library(
     K, N = b.shape
     of_a, of_b = scales = flat_scales(a, b, scale_a, scale_b)
     if not of_blocks(scales, N):
-        return of_a.contiguous(), of_b.contiguous()
+        return _aligned(of_a), _aligned(of_b)
     # cuBLAS reads block-wise scales by columns, four at a time, along the rows of a and along K.
     fours = len(of_a) % 4 == 0 and K % (4 * BLOCK) == 0 and N % BLOCK == 0
     if not fours or bias is not None or not _takes_blocks(out.device):

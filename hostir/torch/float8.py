@@ -29,7 +29,7 @@ from hostir.ir.source import error, user_span
 from hostir.kernels import aten
 from hostir.kernels.contractions import scaled_matmul_of_either
 from hostir.torch.ops.all_gather_scaled_matmul import all_gather_scaled_matmul
-from hostir.torch.ops.gradients import grad_dtype, refuse_twice, side_by_side
+from hostir.torch.ops.gradients import grad_dtype, refuse_twice
 from hostir.torch.ops.library import GATHERED, SCATTERED, check_operands, define
 from hostir.torch.ops.scaled_matmul_reduce_scatter import scaled_matmul_reduce_scatter
 
@@ -48,18 +48,23 @@ def kernels_for(x: Tensor) -> Any:
     return quantize
 
 
-def _empty_quantized(x: Tensor) -> Quantized:
-    return x.new_empty(x.shape, dtype=aten.FP8[FLOAT8]), x.new_empty([*x.shape[:-1], 1], dtype=torch.float32)
+def _empty_quantized(xs: Sequence[Tensor], axis: int) -> Quantized:
+    x = xs[0]
+    shape = [*x.shape]
+    if len(xs) > 1:
+        shape[axis] = sum(x.shape[axis] for x in xs)
+    return x.new_empty(shape, dtype=aten.FP8[FLOAT8]), x.new_empty([*shape[:-1], 1], dtype=torch.float32)
 
 
-@define("quantize_rows(Tensor x) -> (Tensor, Tensor)", fake=_empty_quantized)
-def rows_quantizer(x: Tensor) -> Quantized:
-    """Quantize each row of `x`. Return the rows in fp8 and the scales of the rows in f32, `[..., 1]`.
+@define("quantize_rows(Tensor[] xs, int axis) -> (Tensor, Tensor)", fake=_empty_quantized)
+def rows_quantizer(xs: Sequence[Tensor], axis: int) -> Quantized:
+    """Quantize each row of `xs`. Return the rows in fp8 and the scales of the rows in f32, `[..., 1]`.
 
-    Scales are powers of two. The product of a row in fp8 and the scale of the row approximates the row of `x`.
+    Scales are powers of two. The product of a row in fp8 and the scale of the row approximates the row. Several
+    matrices are quantized as one: they are one below the other, or side by side if `axis` is 1.
     """
-    rows, scale = _empty_quantized(x)
-    kernels_for(x).quantize_rows(rows, scale, x)
+    rows, scale = _empty_quantized(xs, axis)
+    kernels_for(rows).quantize_rows(rows, scale, xs, axis=axis)
     return rows, scale
 
 
@@ -69,14 +74,24 @@ def quantize_rows(x: Tensor) -> Quantized:
     torch.compile sees operators of ATen, and can compute them in the kernel that produces `x`.
     """
     if not is_traced():
-        return rows_quantizer.call(x)
+        return rows_quantizer.call([x], 0)
     scale = aten.power_of_two_scales(x)
     return (x.float() / scale).to(aten.FP8[FLOAT8]), scale
 
 
-def quantize_columns(b: Tensor) -> Quantized:
-    """Quantize each column of `b`, `[K, N]`. Return the matrix in fp8, column-major, and the scales, `[1, N]`."""
-    q, scale = rows_quantizer.call(b.t())  # one kernel, which also transposes: torch.compile would take several
+# Weights are quantized by a kernel that can also transpose: torch.compile would take several kernels.
+
+
+def quantize_columns(bs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Quantize each column of matrices `[K, N]`, in one kernel. Return them in fp8, column-major, and their scales."""
+    widths = [b.shape[1] for b in bs]
+    q, scale = rows_quantizer.call([b.t() for b in bs], 0)
+    return [part.t() for part in q.split(widths)], [part.t() for part in scale.split(widths)]
+
+
+def quantize_stack(bs: Sequence[Tensor]) -> Quantized:
+    """Quantize each column of matrices that are one below the other. Return one matrix, and its scales, `[1, N]`."""
+    q, scale = rows_quantizer.call([b.t() for b in bs], 1)
     return q.t(), scale.t()
 
 
@@ -105,8 +120,7 @@ def float8_weight_gradient(dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Ten
     ratios, scales = dy_scale.new_empty(2, rows), dy_scale.new_empty(2, 4)[:, 0]  # 16 bytes apart, for cuBLAS
     kernels.joint_scales(ratios, scales, dy_scale, x_scale)
     left, right = (each.new_empty(each.shape[-1], length) for each in (dy, x))
-    kernels.transpose_rows(left, dy, ratios[0])  # tensor cores read fp8 along the sum
-    kernels.transpose_rows(right, x, ratios[1])
+    kernels.transpose_rows(left, right, dy, x, ratios)  # tensor cores read fp8 along the sum
     multiply = scaled_matmul_of_either if x.is_cuda else aten.scaled_matmul
     multiply(out, left, right.t(), scales[:1], scales[1:])
     return out
@@ -159,21 +173,17 @@ def _gathered(x: Tensor, bs: Sequence[Tensor], axis: int, group: str) -> tuple[T
 
     Returns the gathered rows in fp8, the scales of these rows, and the products.
     """
-    (q, scale), rights = quantize_rows(x), [quantize_columns(b) for b in bs]
-    qs, scales = [b for b, _ in rights], [t for _, t in rights]
     biases: list[None] = [None] * len(bs)
-    args = q, scale, qs, scales, axis, group, "sharded", biases, x.dtype
+    args = *quantize_rows(x), *quantize_columns(bs), axis, group, "sharded", biases, x.dtype
     return all_gather_scaled_matmul.call(*args)
 
 
-def _scattered(q: Tensor, scale: Tensor, b: Tensor, axis: int, group: str) -> Tensor:
-    """Quantize `b` and reduce-scatter the product of `q` and `b`; return this rank's rows.
+def _scattered(q: Tensor, scale: Tensor, bs: Sequence[Tensor], axis: int, group: str) -> Tensor:
+    """Quantize `bs`, one below the other, and reduce-scatter the product of `q` and them; return this rank's rows.
 
     `q` holds rows in fp8, and `scale` holds the scales of these rows.
     """
-    right, right_scale = quantize_columns(b)
-    tensors = q, scale, right, right_scale
-    return scaled_matmul_reduce_scatter.call(*tensors, "sum", axis, group, b.dtype)
+    return scaled_matmul_reduce_scatter.call(q, scale, *quantize_stack(bs), "sum", axis, group, bs[0].dtype)
 
 
 @define(
@@ -205,7 +215,7 @@ def float8_row_linear(x: Tensor, weight: Tensor, scatter_dim: int, group_name: s
     """
     check_operands(x, [weight], scatter_dim)
     q, scale = quantize_rows(x)
-    return _scattered(q, scale, weight.t(), scatter_dim, group_name), q, scale
+    return _scattered(q, scale, [weight.t()], scatter_dim, group_name), q, scale
 
 
 def _check_dtypes(x: Tensor, weights: Sequence[Tensor]) -> None:
@@ -253,7 +263,7 @@ def row_linear(x: Tensor, weight: Tensor, axis: int, group: str) -> Tensor:
     _check_dtypes(x, [weight])
     if _shows_steps([weight]):
         if not _wants_gradients(x, [weight]):
-            return _scattered(*quantize_rows(x), weight.t(), axis, group)
+            return _scattered(*quantize_rows(x), [weight.t()], axis, group)
         return TracedRowLinear.apply(axis, group, _grad_dtype_traced(weight), x, weight)
     y, *_ = float8_row_linear.call(x, weight, axis, group)
     return y
@@ -289,10 +299,10 @@ def _column_gradients(
     d_ws: list[Tensor | None] = [None] * len(weights)
     if not used:
         return d_x, d_ws
-    dy, weight = side_by_side(dys, [weights[i] for i in used], linear=True)
-    rows = quantize_rows(dy)
+    # torch.compile would read several gradients twice: to find their largest elements, and to quantize them.
+    rows: Quantized = quantize_rows(dys[0]) if len(dys) == 1 else rows_quantizer.call([torch.cat(dys, dim=-1)], 0)
     if for_x:
-        d_x = _scattered(*rows, weight, ctx.axis, ctx.group)
+        d_x = _scattered(*rows, [weights[i] for i in used], ctx.axis, ctx.group)
     widths, dtypes = [dy.shape[-1] for dy in dys], [ctx.dtypes[i] for i in used]
     for i, d_w in zip(used, _weight_gradients((q, scale), rows, ctx.axis, widths, dtypes), strict=True):
         d_ws[i] = d_w
@@ -360,7 +370,7 @@ class TracedRowLinear(torch.autograd.Function):
         ctx.axis, ctx.group = axis, group
         q, scale = quantize_rows(x)
         _save_rows(ctx, dtype, q, scale, weight)
-        return _scattered(q, scale, weight.t(), axis, group)
+        return _scattered(q, scale, [weight.t()], axis, group)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:

@@ -162,7 +162,8 @@ def profile_step(step: Callable[[], object], model: nn.Module | None = None, war
     for _ in range(warm):
         step()
     torch.cuda.synchronize()
-    with _in_ranges(model), profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    with _in_ranges(model), profile(activities=activities, acc_events=True) as recorded:  # without it, torch 2.11 warns
         step()
         torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:

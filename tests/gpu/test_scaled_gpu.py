@@ -223,10 +223,10 @@ def test_rows_quantized_in_one_kernel_have_the_bits_of_the_cpu_in_both_layouts(d
     x = (torch.randn(300, columns) * torch.logspace(-20, 3, columns)).to(dtype)
     x[0], x[1, 7], x[2, 3] = 0, math.nan, math.inf
     q, scale = torch.empty(x.shape, dtype=torch.float8_e4m3fn), torch.empty(300, 1)
-    aten.quantize_rows(q, scale, x)
+    aten.quantize_rows(q, scale, [x])
     for on_gpu in (x.to(CUDA), x.t().contiguous().to(CUDA).t()):
         out, gpu_scale = torch.empty_like(q, device=CUDA), torch.full((300, 1), math.nan, device=CUDA)
-        quantize.quantize_rows(out, gpu_scale, on_gpu)
+        quantize.quantize_rows(out, gpu_scale, [on_gpu])
         torch.testing.assert_close(gpu_scale.cpu(), scale, rtol=0, atol=0, equal_nan=True)
         torch.testing.assert_close(out.cpu().float(), q.float(), rtol=0, atol=0, equal_nan=True)
 
@@ -240,7 +240,7 @@ def test_gradients_of_weights_are_sums_of_the_rows_in_fp8(outer, inner, N, K, dt
     for columns, powers in ((N, (1, -3)), (K, (-2, 2))):
         shape, size = (outer, inner, columns), torch.logspace(*powers, inner, 2.0)[:, None]
         q, scale = torch.empty(shape, dtype=torch.float8_e4m3fn, device=CUDA), torch.empty(*shape[:-1], 1, device=CUDA)
-        quantize.quantize_rows(q, scale, torch.randn(shape, device=CUDA) * size.to(CUDA))
+        quantize.quantize_rows(q, scale, [torch.randn(shape, device=CUDA) * size.to(CUDA)])
         rows += [q, scale]
         exact.append((q.double() * scale).flatten(0, 1))
     strided = [t.view(torch.uint8).transpose(0, 1).contiguous().transpose(0, 1).view(t.dtype) for t in rows]
@@ -255,8 +255,8 @@ def test_gradients_of_weights_are_sums_of_the_rows_in_fp8(outer, inner, N, K, dt
     for kernels in (quantize, aten):
         ratios, scales = torch.empty(2, outer * inner, device=CUDA), torch.empty(2, device=CUDA)
         kernels.joint_scales(ratios, scales, rows[1], rows[3])
-        moved = torch.full((N, length), math.nan, device=CUDA).to(E4M3)
-        kernels.transpose_rows(moved, rows[0], ratios[0])
-        results.append((ratios, scales, moved.float()))
+        moved = [torch.full((n, length), math.nan, device=CUDA).to(E4M3) for n in (N, K)]
+        kernels.transpose_rows(*moved, rows[0], rows[2], ratios)
+        results.append((ratios, scales, *(each.float() for each in moved)))
     for ours, atens in zip(*results, strict=True):
         assert torch.equal(ours, atens)

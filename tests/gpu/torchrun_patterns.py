@@ -1,6 +1,6 @@
 """Every pattern by every strategy on real ranks, eager and in a CUDA graph of the caller, compared with float64.
 
-    torchrun --standalone --nproc-per-node 2 tests/gpu/torchrun_patterns.py [--seconds S] [--only PART] [--device cpu]
+    torchrun --standalone --nproc-per-node 2 tests/gpu/torchrun_patterns.py [--seconds S] [--only PATTERN] [--device cpu]
 
 All dtypes and kernels, those with tensor cores first. The dtype of an fp8 product is the dtype of its result; fp8
 products run with all granularities of scales, along each axis. It prints a line for each case, and at the end the
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import itertools
+import re
 import sys
 import time
 from collections import Counter
@@ -170,7 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run all cases and return the exit code."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--seconds", type=float, default=float("inf"), help="start no case after this time")
-    options.add_argument("--only", default="", help="run the cases with this in their printed line")
+    options.add_argument("--only", default="", help="run the cases whose line matches this regular expression")
     options.add_argument("--device", choices=CASES, default="cuda")
     chosen = options.parse_args(arguments)
     begun, counts = time.monotonic(), Counter[str]()
@@ -181,7 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             CASES[chosen.device], strategies(), [*every_pattern()]
         ):
             label = f"{name:37} {strategy:26} {case[0]:4} {case[1]:6}"
-            if chosen.only not in label:
+            if not re.search(chosen.only, label):
                 continue
             if any(joined.exchange("over", "over" if time.monotonic() - begun > chosen.seconds else "")):
                 counts["not run"] += 1

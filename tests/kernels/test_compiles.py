@@ -26,7 +26,9 @@ from hostir.kernels.outer import _grouped_outer_kernel
 from hostir.kernels.outer import _tile as outer_tile
 from hostir.kernels.quantize import (
     _SQUARE,
+    _TILE,
     _joint_scales_kernel,
+    _quantize_columns_kernel,
     _quantize_kernel,
     _quantize_rows_kernel,
     _row_scales_kernel,
@@ -491,12 +493,11 @@ def test_the_last_program_resets_flags_and_then_grants_credits_to_the_whole_syst
 
 @pytest.mark.parametrize(("x", "out"), [("bf16", "fp8e4nv"), ("fp32", "fp8e5")])
 def test_kernels_of_rows_move_16_bytes_at_a_time_round_in_hardware_and_spill_nothing(x, out):
-    sizes = {"COUNT": 1, "ROWS": 1, "WIDTH": 4096, "ONCE": True}
+    sizes = {"COUNT": 1, "WIDTH": 4096, "ONCE": True}
     floats = {"limit": "fp32", "least": "fp32", "eps": "fp32"}
     for kernel, types in (
         (_row_scales_kernel, {"x": f"*{x}", "out": "*fp32"}),
         (_quantize_kernel, {"x": f"*{x}", "scale": "*fp32", "out": f"*{out}"}),
-        (_quantize_rows_kernel, {"x": f"*{x}", "scale": "*fp32", "out": f"*{out}"}),
         (_rms_norm_kernel, {"x": f"*{x}", "weight": f"*{x}", "out": f"*{x}"}),
     ):
         names = kernel.arg_names
@@ -514,6 +515,25 @@ def test_kernels_of_rows_move_16_bytes_at_a_time_round_in_hardware_and_spill_not
         if kernel is _quantize_kernel:
             assert f"cvt.rn.satfinite.{'e4m3' if out == 'fp8e4nv' else 'e5m2'}x2.f32" in ptx
             assert re.search(r"st\.global\.(v4\.b32|v2\.b32|b64|v2\.b64)", ptx)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("height", [0, 8, 16, 32])
+def test_matrices_are_quantized_16_bytes_at_a_time_in_both_layouts(height, count):
+    kernel = _quantize_columns_kernel if height else _quantize_rows_kernel
+    constants = {"ROWS": height, "WIDTH": _TILE // height} if height else {"ROWS": 1, "WIDTH": 8192, "ONCE": True}
+    names = kernel.arg_names
+    ones = ("x_row", "out_column") if height else ("x_column", "out_column")
+    constants = {(names.index(name),): value for name, value in {**constants, **dict.fromkeys(ones, 1)}.items()}
+    types = {"xs": ("*bf16",) * count, names[1]: ("i32",) * count, "scale": "*fp32", "out": "*fp8e4nv"}
+    signature = {name: "constexpr" if (i,) in constants else types.get(name, "i32") for i, name in enumerate(names)}
+    at = [(i, *((j,) if i < 2 else ())) for i in range(len(names)) if (i,) not in constants for j in range(count)]
+    aligned = {place: [["tt.divisibility", 16]] for place in at}
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
+    compiled = triton.compile(source, target=TARGET, options={"num_warps": 8})
+    assert re.search(r"ld\.global\.(v4\.b32|v2\.b64)", compiled.asm["ptx"])
+    assert re.search(r"st\.global\.(v4\.b32|v2\.b64)", compiled.asm["ptx"])
+    assert compiled.metadata.spilled == 0
 
 
 NORMED = """hostir 1
@@ -742,8 +762,8 @@ def test_copies_let_the_next_kernel_start_move_16_bytes_at_a_time_and_then_raise
 
 
 def test_rows_of_fp8_are_transposed_16_bytes_at_a_time_and_get_one_scale():
-    pointers = {"x": "*fp8e4nv", "out": "*fp8e4nv", "scale": "*fp32"}
-    source = aligned_source(_transpose_kernel, {"TILE": _SQUARE, "x_column": 1}, pointers, ("inner", "rows"))
+    pointers = dict.fromkeys(("a", "b", "a_out", "b_out"), "*fp8e4nv") | {"ratios": "*fp32"}
+    source = aligned_source(_transpose_kernel, {"TILE": _SQUARE, "column_step": 1}, pointers, ("inner", "rows"))
     kernel = triton.compile(source, target=TARGET, options={"num_warps": 8})
     widths = {access: set(re.findall(rf"{access}\.global\.(\S*)", kernel.asm["ptx"])) for access in ("ld", "st")}
     assert widths == {"ld": {"v4.b32", "b32"}, "st": {"v4.b32"}}

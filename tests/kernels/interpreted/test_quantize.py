@@ -88,7 +88,7 @@ def test_rows_have_the_least_power_of_two_that_fits_as_their_scale_in_both_layou
         flat[3], flat[4] = 448.0, 0
         flat[4, 1] = torch.nextafter(torch.tensor(896.0, dtype=dtype), torch.tensor(1e4, dtype=dtype))
     wanted_scale, wanted = torch.empty(*shape[:-1], 1), torch.empty(shape, dtype=torch.float8_e4m3fn)
-    aten.quantize_rows(wanted, wanted_scale, x)
+    aten.quantize_rows(wanted, wanted_scale, [x])
     for scale, row in zip(wanted_scale.flatten().tolist(), flat, strict=True):
         most = row.abs().max().item()
         assert scale == least_power_of_two(most) if math.isfinite(most) else str(scale) == str(most)
@@ -97,17 +97,36 @@ def test_rows_have_the_least_power_of_two_that_fits_as_their_scale_in_both_layou
         patch.setattr(quantize, "aten", None)  # the Triton kernel must compute it
         for read in (x, transposed):
             scale, out = torch.full((*read.shape[:-1], 1), -1.0), torch.zeros(read.shape, dtype=wanted.dtype)
-            quantize.quantize_rows(out, scale, read)
+            quantize.quantize_rows(out, scale, [read])
             torch.testing.assert_close(scale.view_as(wanted_scale), wanted_scale, rtol=0, atol=0, equal_nan=True)
             assert same_bits(out.view_as(wanted), wanted)
     error = (wanted.double() * wanted_scale - x.double()).abs()
     assert ((error <= x.double().abs() / 16 + wanted_scale * 2.0**-10) | ~wanted_scale.isfinite()).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", [(33, 1, 16), (1, 0, 7), (5,) * 9, (2100, 3)])
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("by_columns", [False, True])
+def test_several_matrices_are_quantized_as_one(by_columns, axis, sizes, dtype):
+    shapes = [(size, 70)[:: 1 if axis == 0 else -1] for size in sizes]
+    xs = [(torch.randn(shape) * torch.logspace(-3, 3, shape[1])).to(dtype) for shape in shapes]
+    xs = [x.t().contiguous().t() for x in xs] if by_columns else xs
+    together = torch.cat(xs, axis)
+    results = []
+    for kernels in (quantize, aten):
+        scale, out = torch.full((len(together), 1), -1.0), torch.zeros(together.shape, dtype=torch.float8_e4m3fn)
+        kernels.quantize_rows(out, scale, xs, axis=axis)
+        results.append((scale, out))
+    (scale, out), (wanted_scale, wanted) = results
+    assert torch.equal(scale, wanted_scale)
+    assert same_bits(out, wanted)
+
+
 def test_aten_quantizes_rows_that_triton_does_not_take():
     for x in (torch.randn(4, 3, 8).transpose(0, 1), torch.randn(3, 4, 0), torch.randn(3, 4, 5).double()):
         scale, out = torch.empty(*x.shape[:-1], 1), torch.empty(x.shape, dtype=torch.float8_e4m3fn)
-        quantize.quantize_rows(out, scale, x)
+        quantize.quantize_rows(out, scale, [x])
         assert torch.equal(scale, aten.power_of_two_scales(x))
         most = x.abs().amax().item() if x.numel() else 0
         torch.testing.assert_close(out.float() * scale, x.float(), rtol=2**-4, atol=2.0**-8 * most)
@@ -119,9 +138,9 @@ def test_transposed_rows_and_their_joint_scales_equal_atens(outer, inner, column
     shape, count = (outer, inner, columns), outer * inner
     x = torch.empty(shape, dtype=torch.float8_e4m3fn)
     a, b = (torch.empty(outer, inner, 1) for _ in range(2))
-    aten.quantize_rows(x, a, torch.randn(shape) * torch.logspace(-6, 3, inner)[:, None])
-    aten.quantize_rows(x, b, torch.randn(shape) * torch.logspace(1, -2, inner)[:, None])
-    length = -(-count // 16) * 16
+    aten.quantize_rows(x, a, [torch.randn(shape) * torch.logspace(-6, 3, inner)[:, None]])
+    aten.quantize_rows(x, b, [torch.randn(shape) * torch.logspace(1, -2, inner)[:, None]])
+    length, wider = -(-count // 16) * 16, torch.randn(outer, inner, 3 * columns).to(x.dtype)
     if layout == "batches":
         x, a, b = (t.view(torch.uint8).transpose(0, 1).contiguous().transpose(0, 1).view(t.dtype) for t in (x, a, b))
     elif layout == "a part of wider rows":
@@ -130,20 +149,21 @@ def test_transposed_rows_and_their_joint_scales_equal_atens(outer, inner, column
     for kernels in (quantize, aten):
         ratios, scales = torch.full((2, count), -1.0), torch.full((2, 4), -1.0)[:, 0]
         kernels.joint_scales(ratios, scales, a, b)
-        moved = torch.full((columns, length), -1.0).to(x.dtype)
-        kernels.transpose_rows(moved, x, ratios[0])
-        results.append((ratios, scales, moved))
-    ratios, scales, moved = results[1]
+        moved, other = (torch.full((n, length), -1.0).to(x.dtype) for n in (columns, 3 * columns))
+        kernels.transpose_rows(moved, other, x, wider, ratios)
+        results.append((ratios, scales, moved, other))
+    ratios, scales, moved, other = results[1]
     for ours, atens in zip(*results, strict=True):
         assert torch.equal(ours.float(), atens.float())
     products = (a * b).flatten()
     assert scales.tolist() == [products.max(), 1]
     assert torch.equal(ratios[0] * ratios[1] * scales[0], products)
     assert set((ratios[1] / ratios[0]).tolist()) <= {1.0, 2.0}
-    exact = (x.flatten(0, 1).double() * ratios[0][:, None]).t()
-    error = moved.double()[:, :count] - exact
-    assert error.abs().max() <= 2.0**-10, "only numbers below 2^-6 are rounded, to multiples of 2^-9"
-    assert not moved.double()[:, count:].any()
+    for read, ratio, result in ((x, ratios[0], moved), (wider, ratios[1], other)):
+        exact = (read.flatten(0, 1).double() * ratio[:, None]).t()
+        error = result.double()[:, :count] - exact
+        assert error.abs().max() <= 2.0**-10, "only numbers below 2^-6 are rounded, to multiples of 2^-9"
+        assert not result.double()[:, count:].any()
 
 
 @pytest.mark.parametrize("scale", [0.0, math.nan, math.inf])
