@@ -53,7 +53,7 @@ from hostir.machines.cuda.graphs import Graphs
 from hostir.machines.cuda.machine import CudaMachine, CudaPlan
 from hostir.machines.cuda.streams import CallOrder, communication_order, current, queues
 from hostir.machines.cuda.timeline import Timeline
-from hostir.machines.cuda.uses import hold, release
+from hostir.machines.cuda.uses import LATE, hold, release
 from hostir.machines.gloo.machine import GlooMachine, GlooPlan
 from hostir.machines.trace import Trace
 from hostir.plan.operations import NONE
@@ -221,6 +221,8 @@ class RankExecutor(Executor):
             if words != zeros and (problem := plan.problem()) is not None:
                 raise self._noted(problem)
         graphs, capturing = self._graphs, torch._C._cuda_isCurrentStreamCapturing()
+        if LATE and not capturing:
+            release()
         stream = current(self._machine.device)
         if watchdog is not None and (plan is not watchdog.plan or watchdog.replaced):
             watchdog.observe(plan, capturing)

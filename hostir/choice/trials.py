@@ -48,6 +48,7 @@ from hostir.ir.source import HostIRError, warn_once
 from hostir.job.links import MisalignedError, headline
 from hostir.job.session import Session
 from hostir.kernels.pools import outside_pools
+from hostir.machines.cuda.uses import release
 
 WARM = {"cpu": 1, "cuda": 4}  # untimed calls; on CUDA, native code or a CUDA graph issues calls from the fourth on
 ROUNDS = {"cpu": 5, "cuda": 15}  # timed runs of each candidate in a duel
@@ -373,6 +374,7 @@ class Trial:
                     self.execute(candidate).rest(self.inputs)
         if self.session is not None and self.session.groups.memory is not None:
             self.session.groups.memory.discard()
+            release()
 
     def _exchange(self, mine: object) -> list[Any]:
         """Send data to all ranks, and return the data of all ranks."""

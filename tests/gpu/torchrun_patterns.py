@@ -1,6 +1,6 @@
 """Every pattern by every strategy on real ranks, eager and in a CUDA graph of the caller, compared with float64.
 
-    torchrun --standalone --nproc-per-node 2 tests/gpu/torchrun_patterns.py [--seconds S] [--only PATTERN] [--device cpu]
+    torchrun --standalone --nproc-per-node 2 tests/gpu/torchrun_patterns.py [--seconds S] [--only REGEX] [--device cpu]
 
 All dtypes and kernels, those with tensor cores first. The dtype of an fp8 product is the dtype of its result; fp8
 products run with all granularities of scales, along each axis. It prints a line for each case, and at the end the

@@ -462,6 +462,8 @@ def every_mode_of_inductor_fuses_forward_and_backward() -> None:
     plan = {"0": ColwiseParallel(input_layouts=Shard(1)), "1": RowwiseParallel(output_layouts=Shard(1))}
     for mode in ("reduce-overhead", "max-autotune-no-cudagraphs"):
         model = parallelize_module(copy.deepcopy(exact), tp_mesh(), plan)
+        for parameter in model.parameters():  # a graph's next run overwrites gradients that are its own results
+            parameter.grad = torch.zeros_like(parameter)
         torch._dynamo.reset()
         overlap, totals = OverlapPass(), []
         compiled = torch.compile(model, fullgraph=True, dynamic=True, options=overlap.options(mode))

@@ -25,6 +25,7 @@ from hostir.knobs import set_by_launcher
 from hostir.machines.cuda.driver import in_batches
 from hostir.machines.cuda.flow_control import CREDITS, flow_control_of, notes, prepare, raised_flags
 from hostir.machines.cuda.streams import calling_streams, own_stream
+from hostir.machines.cuda.uses import free_late, release
 from hostir.plan.unrolled import UnrolledProgram
 
 # When the next means is tried, as fractions of the timeout. First the GPU may end by itself. Then its flags are raised.
@@ -209,7 +210,9 @@ class PeerMemory:
         return [handle.get_signal_pad(self.rank).view(torch.int32)]
 
     def close(self) -> None:
-        """Do nothing: the memory is freed together with the plans that use it."""
+        """Free the memory that no plan uses. Other memory is freed after its plans."""
+        if not torch.cuda.is_current_stream_capturing():
+            release()
 
     def begin(self, unrolled: UnrolledProgram, memory: SharedMemory) -> None:
         """Set up new symmetric memory: store torch's handle and the flow control in `memory`.
@@ -217,6 +220,7 @@ class PeerMemory:
         The first call also creates the stream that raises flags, and a page of NaN bytes.
         """
         memory.kept["handle"], self.handle = self.handle, None
+        free_late(memory, (*memory.flat.values(), memory.kept["handle"]))
         if (SLOTS, self.rank) in memory.flat:
             from hostir.kernels.low_latency import PROGRAMS  # which needs Triton
 

@@ -5,6 +5,10 @@ knows when the graph is gone. So each captured call creates a *user object* of C
 everything that is made from it. When the last of these is destroyed, and has finished running, CUDA calls a function
 for the user object. This function is `sem_post` of the C library, because Python must not run on the threads of CUDA.
 See the chapter on graph management of the CUDA driver API, cuGraphRetainUserObject.
+
+To free symmetric memory, torch waits for the device. While a stream captures, CUDA refuses this, and torch ends the
+process. But Python may collect garbage at any time. So memory that belonged to garbage waits in `LATE` for a call that
+is not captured.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
+import weakref
 from typing import Any
 
 import torch
@@ -21,6 +26,7 @@ from hostir.machines.cuda.driver import capture_of, check, cuda_driver
 NO_SYNC = 1  # CU_USER_OBJECT_NO_DESTRUCTOR_SYNC, which is mandatory
 MOVE = 1  # CU_GRAPH_USER_OBJECT_MOVE: the graph takes over the only reference
 SEMAPHORE = 64  # bytes, at least the size of the C type sem_t
+LATE: list[Any] = []  # memory to free
 _uses: dict[tuple[int, int], tuple[int, Any]] = {}  # semaphore and plan of each use, by capture and address of the plan
 _changing = threading.RLock()  # held while `_uses` changes: threads of several teams make plans at the same time
 
@@ -49,8 +55,14 @@ def hold(plan: Any, stream: torch.cuda.Stream) -> None:
         _uses[capture, id(plan)] = ended, plan
 
 
+def free_late(owner: object, memory: Any) -> None:
+    """Let `memory` live until `owner` is gone, and then until a call that is not captured."""
+    weakref.finalize(owner, LATE.append, memory).atexit = False
+
+
 def release() -> None:
-    """Forget the plans whose graphs are gone."""
+    """Forget the plans whose graphs are gone, and free memory. Must not be called while a stream captures."""
+    LATE.clear()
     with _changing:
         for use, (ended, plan) in list(_uses.items()):
             if _libc().sem_trywait(ctypes.c_void_p(ended)) == 0:

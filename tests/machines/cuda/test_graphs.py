@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from hostir.call.executor import Executor
 from hostir.ir.program import Program
@@ -370,6 +371,22 @@ def test_a_plan_lives_as_long_as_a_graph_of_the_caller_even_without_its_executor
     release()
     gc.collect()
     assert used() is None
+
+
+def test_symmetric_memory_of_garbage_waits_for_a_call_that_is_not_captured() -> None:
+    e, (a, b) = executor(), inputs()
+    e(a, b)
+    owner, memory = nn.Module(), torch.zeros(1)
+    owner.itself, freed = [owner], weakref.ref(memory)  # a cycle
+    uses.free_late(owner, [memory])
+    del owner, memory
+    Device.callers_capture = True
+    gc.collect()
+    e(a, b)
+    assert freed() is not None
+    Device.callers_capture = False
+    e(a, b)
+    assert freed() is None
 
 
 def test_no_thread_asks_for_a_semaphore_that_another_thread_has_freed(monkeypatch: pytest.MonkeyPatch) -> None:
