@@ -394,8 +394,16 @@ def quantize_rows(out: torch.Tensor, scale: torch.Tensor, xs: Sequence[torch.Ten
     out.copy_((x.float() / scale).to(out.dtype))
 
 
-def joint_scales(ratios: torch.Tensor, scales: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Replace the scales of the rows of two operands, `a` and `b`, by one scale for all rows.
+def transpose_rows(
+    a_out: torch.Tensor,
+    b_out: torch.Tensor,
+    scales: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+) -> None:
+    """Transpose the rows of two operands in fp8, and replace the scales of their rows by one scale for all rows.
 
     A matmul that sums over rows cannot multiply each row by its scales. So the result gets the largest product of the
     two scales of a row. Let r be the product of the scales of another row, relative to the largest one. Then this row
@@ -404,32 +412,20 @@ def joint_scales(ratios: torch.Tensor, scales: torch.Tensor, a: torch.Tensor, b:
     NaN.
 
     Args:
-        ratios: `[2, rows]`, a result: the factors of the rows of each operand.
-        scales: `[2]`, the other result: the largest product, at least 2^-126, and 1. NaN if a scale is NaN.
-        a, b: scales of rows, `[outer, inner, 1]`, with `outer * inner` rows.
+        a_out, b_out: results, `[columns, length]`, contiguous, of the dtype of the operands. Their columns beyond the
+            rows get 0.
+        scales: a result, `[2]`: the largest product, at least 2^-126, and 1. NaN if a scale is NaN.
+        a, b: the operands, `[outer, inner, columns]`, with `outer * inner` rows.
+        a_scale, b_scale: the scales of their rows, `[outer, inner, 1]`.
     """
-    product = (a * b).flatten()
+    product = (a_scale * b_scale).flatten()
     scales[0], scales[1] = product.amax().clamp_min(LEAST_SCALE), 1
     ratio = product / scales[0]
     exponent = (ratio.view(torch.int32) >> 23) - 127
-    for out, part in zip(ratios, (exponent >> 1, exponent - (exponent >> 1)), strict=True):
-        out.copy_(torch.where(ratio.isnan(), ratio, ((part + 127) << 23).view(torch.float32)))
-
-
-def transpose_rows(
-    a_out: torch.Tensor, b_out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, ratios: torch.Tensor
-) -> None:
-    """Transpose the rows of two operands in fp8. Each row is multiplied by a ratio, and rounded again.
-
-    Args:
-        a_out, b_out: the results, `[columns, length]`, contiguous, of the dtype of the operands. Their columns beyond
-            the rows get 0.
-        a, b: the operands, `[outer, inner, columns]`, with `outer * inner` rows.
-        ratios: the ratios of the rows of each operand, `[2, rows]`.
-    """
-    for out, x, ratio in zip((a_out, b_out), (a, b), ratios, strict=True):
+    for out, x, part in zip((a_out, b_out), (a, b), (exponent >> 1, exponent - (exponent >> 1)), strict=True):
+        by = torch.where(ratio.isnan(), ratio, ((part + 127) << 23).view(torch.float32))
         flat = x.flatten(0, 1)
-        out[:, : len(flat)] = (flat.float() * ratio[:, None]).to(x.dtype).t()
+        out[:, : len(flat)] = (flat.float() * by[:, None]).to(x.dtype).t()
         out.view(torch.uint8)[:, len(flat) :] = 0
 
 

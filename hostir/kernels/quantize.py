@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from hostir.kernels import aten
-from hostir.kernels.devices import check_device, launch, launching
+from hostir.kernels.devices import check_device, launch, launching, limits
 from hostir.kernels.layout import rows
 from hostir.kernels.matmul.conversions import from_float32, to_float32
 from hostir.kernels.matmul.operands import DTYPES
@@ -22,6 +22,7 @@ _WIDTH = 4096  # elements that a program reads at once
 _TILE = 16384  # elements that a program reads at once, if neighbouring elements of a column are neighbours in memory
 MOST = 8  # matrices that one launch quantizes
 _SQUARE = 128  # rows and columns of a tile that is transposed
+_TRANSPOSING = 4  # programs of an SM that transpose
 _WARPS = 8
 
 
@@ -226,35 +227,10 @@ def _write_rows(out, x, by, row, rows, columns, x_row, x_column, out_row, out_co
         _write_tile(out, tile, by, row, place, rows, columns, out_row, out_column)
 
 
-@triton.jit(do_not_specialize=["inner", "rows"])
-def _joint_scales_kernel(
-    a, b, ratios, scales, step, inner, rows, a_outer, a_inner, b_outer, b_inner, ratios_row, least, WIDTH: tl.constexpr
-):
-    """Compute `joint_scales` in one program, which reads `WIDTH` rows at a time."""
-    most = tl.full((1,), least, tl.float32).to(tl.int32, bitcast=True)
-    for start in range(0, rows, WIDTH):
-        product = _product_of_scales(a, b, start, inner, rows, a_outer, a_inner, b_outer, b_inner, WIDTH)
-        most = tl.maximum(most, tl.max(magnitude(product), 0))
-    largest = most.to(tl.float32, bitcast=True)
-    first = tl.arange(0, 1)
-    tl.store(scales + first, largest)
-    tl.store(scales + first + step, tl.full((1,), 1.0, tl.float32))
-    for start in range(0, rows, WIDTH):
-        product = _product_of_scales(a, b, start, inner, rows, a_outer, a_inner, b_outer, b_inner, WIDTH)
-        ratio = tl.div_rn(product, tl.broadcast_to(largest, (WIDTH,)))
-        exponent = (ratio.to(tl.int32, bitcast=True) >> 23) - 127
-        half = exponent >> 1
-        row = start + tl.arange(0, WIDTH)
-        for of_b in tl.static_range(2):
-            part = (((exponent - half if of_b else half) + 127) << 23).to(tl.float32, bitcast=True)
-            part = tl.where(ratio == ratio, part, ratio)
-            tl.store(ratios + of_b * ratios_row + row, part, mask=row < rows)
-
-
 @triton.jit
-def _product_of_scales(a, b, start, inner, rows, a_outer, a_inner, b_outer, b_inner, WIDTH: tl.constexpr):
-    """Return the products of two scales for `WIDTH` rows; 0 outside of the `rows`."""
-    row = start + tl.arange(0, WIDTH)
+def _products_of_scales(a, b, start, inner, rows, a_outer, a_inner, b_outer, b_inner, COUNT: tl.constexpr):
+    """Return the products of two scales for `COUNT` rows; 0 outside of the `rows`."""
+    row = start + tl.arange(0, COUNT)
     outer, place = (row // inner).to(tl.int64), row % inner
     of_a = tl.load(a + outer * a_outer + place * a_inner, mask=row < rows, other=0.0)
     return of_a * tl.load(b + outer * b_outer + place * b_inner, mask=row < rows, other=0.0)
@@ -264,7 +240,9 @@ def _product_of_scales(a, b, start, inner, rows, a_outer, a_inner, b_outer, b_in
 def _transpose_kernel(
     a,
     b,
-    ratios,
+    a_scale,
+    b_scale,
+    scales,
     a_out,
     b_out,
     inner,
@@ -277,30 +255,56 @@ def _transpose_kernel(
     b_outer,
     b_inner,
     column_step,
-    ratios_row,
+    a_scale_outer,
+    a_scale_inner,
+    b_scale_outer,
+    b_scale_inner,
+    scales_step,
     a_out_row,
     b_out_row,
+    least,
+    WIDTH: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Transpose a tile of `a` or `b`, and multiply each of its rows by a ratio.
+    """Find the largest product of the scales of a row, and transpose tiles of `a` and `b`: see `aten.transpose_rows`.
 
     Row `t` of an operand is its row `t % inner` in part `t // inner`. The results have `length` columns; those beyond
-    the rows get 0.
+    the rows get 0. Every program reads all scales, `WIDTH` at a time.
     """
-    across, block = tl.cdiv(length, TILE), tl.program_id(0)
-    x, out, out_row, columns, outer, step = a, a_out, a_out_row, a_columns, a_outer, a_inner
-    if block >= across * tl.cdiv(a_columns, TILE):
-        block -= across * tl.cdiv(a_columns, TILE)
-        x, out, out_row, columns, outer, step = b, b_out, b_out_row, b_columns, b_outer, b_inner
-        ratios += ratios_row
-    row = block % across * TILE + tl.arange(0, TILE)
-    column = (block // across * TILE + tl.arange(0, TILE)).to(tl.int64)
-    at = (row // inner).to(tl.int64) * outer + (row % inner).to(tl.int64) * step
-    there = (column < columns)[None, :]
-    tile = tl.load(x + at[:, None] + column[None, :] * column_step, mask=(row < rows)[:, None] & there, other=0.0)
-    by = tl.load(ratios + row, mask=row < rows, other=0.0)
-    tile = from_float32(to_float32(tile) * by[:, None], out.dtype.element_ty)
-    tl.store(out + column[None, :] * out_row + row[:, None], tile, mask=(row < length)[:, None] & there)
+    most = tl.full((1,), least, tl.float32).to(tl.int32, bitcast=True)
+    for start in range(0, rows, WIDTH):
+        product = _products_of_scales(
+            a_scale, b_scale, start, inner, rows, a_scale_outer, a_scale_inner, b_scale_outer, b_scale_inner, WIDTH
+        )
+        most = tl.maximum(most, tl.max(magnitude(product), 0))
+    largest = most.to(tl.float32, bitcast=True)
+    if tl.program_id(0) == 0:
+        tl.store(scales + tl.arange(0, 1), largest)
+        tl.store(scales + tl.arange(0, 1) + scales_step, tl.full((1,), 1.0, tl.float32))
+    across = tl.cdiv(length, TILE)
+    of_a = across * tl.cdiv(a_columns, TILE)
+    for tile in range(tl.program_id(0), of_a + across * tl.cdiv(b_columns, TILE), tl.num_programs(0)):
+        block = tile
+        x, out, out_row, columns, outer, step = a, a_out, a_out_row, a_columns, a_outer, a_inner
+        if tile >= of_a:
+            block = tile - of_a
+            x, out, out_row, columns, outer, step = b, b_out, b_out_row, b_columns, b_outer, b_inner
+        first = block % across * TILE
+        row, column = first + tl.arange(0, TILE), (block // across * TILE + tl.arange(0, TILE)).to(tl.int64)
+        product = _products_of_scales(
+            a_scale, b_scale, first, inner, rows, a_scale_outer, a_scale_inner, b_scale_outer, b_scale_inner, TILE
+        )
+        ratio = tl.div_rn(product, tl.broadcast_to(largest, (TILE,)))
+        exponent = (ratio.to(tl.int32, bitcast=True) >> 23) - 127
+        half = exponent >> 1
+        part = ((tl.where(tile >= of_a, exponent - half, half) + 127) << 23).to(tl.float32, bitcast=True)
+        by = tl.where(ratio == ratio, part, ratio)
+        there = (row < rows)[:, None] & (column < columns)[None, :]
+        at = (row // inner).to(tl.int64) * outer + (row % inner).to(tl.int64) * step
+        read = to_float32(tl.load(x + at[:, None] + column[None, :] * column_step, mask=there, other=0.0))
+        result = tl.where((row < rows)[:, None], read * by[:, None], 0.0)
+        there = (row < length)[:, None] & (column < columns)[None, :]
+        tl.store(out + column[None, :] * out_row + row[:, None], from_float32(result, out.dtype.element_ty), mask=there)
 
 
 def row_scales(out: torch.Tensor, x: torch.Tensor, *, dtype: str, block: int = 0) -> None:
@@ -392,34 +396,32 @@ def quantize_rows(out: torch.Tensor, scale: torch.Tensor, xs: Sequence[torch.Ten
         )
 
 
-def joint_scales(ratios: torch.Tensor, scales: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Compute one scale for all rows of two operands in Triton: see `aten.joint_scales`."""
-    outer, inner, _ = a.shape
-    with launching(check_device(ratios=ratios, scales=scales, a=a, b=b)):
-        launch(
-            *(_joint_scales_kernel, 1, a, b, ratios, scales, scales.stride(0), inner, outer * inner),
-            *(*a.stride()[:2], *b.stride()[:2], ratios.stride(0), aten.LEAST_SCALE),
-            WIDTH=min(triton.next_power_of_2(outer * inner), 2 * _WIDTH),
-            num_warps=2 * _WARPS,
-        )
-
-
 def transpose_rows(
-    a_out: torch.Tensor, b_out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, ratios: torch.Tensor
+    a_out: torch.Tensor,
+    b_out: torch.Tensor,
+    scales: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
 ) -> None:
-    """Transpose the rows of two operands in one Triton kernel: see `aten.transpose_rows`.
+    """Transpose the rows of two operands, and give them one scale, in one Triton kernel: see `aten.transpose_rows`.
 
     ATen transposes instead if the columns of the operands have different strides.
     """
     if a.stride(2) != b.stride(2):
-        aten.transpose_rows(a_out, b_out, a, b, ratios)
+        aten.transpose_rows(a_out, b_out, scales, a, b, a_scale, b_scale)
         return
     (outer, inner, _), length = a.shape, a_out.shape[1]
-    with launching(check_device(a=a, b=b, ratios=ratios)):
+    device = check_device(a=a, b=b, a_scale=a_scale, b_scale=b_scale)
+    tiles = -(-length // _SQUARE) * sum(-(-len(out) // _SQUARE) for out in (a_out, b_out))
+    strides = *a.stride()[:2], *b.stride()[:2], a.stride(2), *a_scale.stride()[:2], *b_scale.stride()[:2]
+    with launching(device):
         launch(
-            *(_transpose_kernel, -(-length // _SQUARE) * sum(-(-len(out) // _SQUARE) for out in (a_out, b_out))),
-            *(a, b, ratios, a_out, b_out, inner, outer * inner, len(a_out), len(b_out), length),
-            *(*a.stride()[:2], *b.stride()[:2], a.stride(2), ratios.stride(0), a_out.stride(0), b_out.stride(0)),
+            *(_transpose_kernel, min(tiles, _TRANSPOSING * limits(device).sms)),
+            *(a, b, a_scale, b_scale, scales, a_out, b_out, inner, outer * inner, len(a_out), len(b_out), length),
+            *(*strides, scales.stride(0), a_out.stride(0), b_out.stride(0), aten.LEAST_SCALE),
+            WIDTH=min(triton.next_power_of_2(outer * inner), _WIDTH),
             TILE=_SQUARE,
             num_warps=_WARPS,
         )

@@ -9,7 +9,7 @@ x as the forward pass multiplied it, and dy as the gradient of the input multipl
 columns of both anew. The scales differ from row to row, but a sum has one scale. It is the largest product of the scale
 of a row of x and the scale of the same row of dy. In a row with a smaller product, x and dy are each multiplied by
 about the square root of the ratio of the two products. The factors are powers of two. So this rounds only numbers that
-become too small for e4m3 (`aten.joint_scales`).
+become too small for e4m3 (`aten.transpose_rows`).
 
 A rank that sees only a part of a row or column may choose another scale than a rank that sees all of it. Because all
 scales are powers of two, both ranks round an element to the same value. Elements more than 14,000 times smaller than
@@ -117,10 +117,9 @@ def float8_weight_gradient(dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Ten
     if not rows:
         return out.zero_()
     kernels, length = kernels_for(x), -(-rows // ALIGNMENT) * ALIGNMENT
-    ratios, scales = dy_scale.new_empty(2, rows), dy_scale.new_empty(2, 4)[:, 0]  # 16 bytes apart, for cuBLAS
-    kernels.joint_scales(ratios, scales, dy_scale, x_scale)
+    scales = dy_scale.new_empty(2, 4)[:, 0]  # 16 bytes apart, for cuBLAS
     left, right = (each.new_empty(each.shape[-1], length) for each in (dy, x))
-    kernels.transpose_rows(left, right, dy, x, ratios)  # tensor cores read fp8 along the sum
+    kernels.transpose_rows(left, right, scales, dy, x, dy_scale, x_scale)  # tensor cores read fp8 along the sum
     multiply = scaled_matmul_of_either if x.is_cuda else aten.scaled_matmul
     multiply(out, left, right.t(), scales[:1], scales[1:])
     return out

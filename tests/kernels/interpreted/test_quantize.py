@@ -147,34 +147,36 @@ def test_transposed_rows_and_their_joint_scales_equal_atens(outer, inner, column
         x = torch.cat([x.view(torch.uint8), x.view(torch.uint8)], -1).view(x.dtype)[..., 1 : columns + 1]
     results = []
     for kernels in (quantize, aten):
-        ratios, scales = torch.full((2, count), -1.0), torch.full((2, 4), -1.0)[:, 0]
-        kernels.joint_scales(ratios, scales, a, b)
         moved, other = (torch.full((n, length), -1.0).to(x.dtype) for n in (columns, 3 * columns))
-        kernels.transpose_rows(moved, other, x, wider, ratios)
-        results.append((ratios, scales, moved, other))
-    ratios, scales, moved, other = results[1]
+        scales = torch.full((2, 4), -1.0)[:, 0]
+        kernels.transpose_rows(moved, other, scales, x, wider, a, b)
+        results.append((scales, moved, other))
+    scales, *moved = results[1]
     for ours, atens in zip(*results, strict=True):
         assert torch.equal(ours.float(), atens.float())
     products = (a * b).flatten()
     assert scales.tolist() == [products.max(), 1]
-    assert torch.equal(ratios[0] * ratios[1] * scales[0], products)
-    assert set((ratios[1] / ratios[0]).tolist()) <= {1.0, 2.0}
-    for read, ratio, result in ((x, ratios[0], moved), (wider, ratios[1], other)):
-        exact = (read.flatten(0, 1).double() * ratio[:, None]).t()
+    exponent = (products.double() / scales[0]).log2()
+    assert torch.equal(exponent, exponent.round())
+    halves = (exponent / 2).floor(), (exponent / 2).ceil()
+    for read, half, result in zip((x, wider), halves, moved, strict=True):
+        exact = (read.flatten(0, 1).double() * half.exp2()[:, None]).t()
         error = result.double()[:, :count] - exact
         assert error.abs().max() <= 2.0**-10, "only numbers below 2^-6 are rounded, to multiples of 2^-9"
         assert not result.double()[:, count:].any()
 
 
 @pytest.mark.parametrize("scale", [0.0, math.nan, math.inf])
-def test_joint_scales_of_zeros_are_not_zero_and_those_with_nan_are_nan(scale):
+def test_the_scale_of_zeros_is_not_zero_and_rows_with_nan_are_nan(scale):
     for kernels in (quantize, aten):
-        a, b, ratios, scales = torch.ones(1, 5, 1), torch.ones(1, 5, 1), torch.empty(2, 5), torch.empty(2)
+        a, b, scales = torch.ones(1, 5, 1), torch.ones(1, 5, 1), torch.empty(2)
         a[0, slice(None) if scale == 0 else 3] = scale
-        kernels.joint_scales(ratios, scales, a, b)
+        x = torch.ones(1, 5, 2).to(torch.float8_e4m3fn)
+        moved = [torch.zeros(2, 16).to(x.dtype) for _ in range(2)]
+        kernels.transpose_rows(*moved, scales, x, x, a, b)
         if scale == 0:
             assert scales[0] == 2.0**-126
-            assert ratios.isfinite().all()
+            assert all(each.float().isfinite().all() for each in moved)
         else:
             assert str(scales[0].item()) == str(scale)
-            assert ratios[:, 3].isnan().all()
+            assert all(each.float()[:, 3].isnan().all() for each in moved)
