@@ -109,7 +109,8 @@ class Stress:
         if not eager:
             self.tensors[name, rows] = [a, b, c]
         self.check("eager" if eager else "out=", a, b, c)
-        assert executor.graph_refusal is None, executor.graph_refusal
+        refusal = executor.graph_refusal
+        assert refusal is None or refusal.endswith("issued as fast as a graph"), refusal
         self.forget()
 
     def tensors_for(self, name: str, rows: int) -> list[torch.Tensor]:
