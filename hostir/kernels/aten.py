@@ -387,7 +387,7 @@ def power_of_two_scales(x: torch.Tensor) -> torch.Tensor:
 def quantize_rows(out: torch.Tensor, scale: torch.Tensor, xs: Sequence[torch.Tensor], *, axis: int = 0) -> None:
     """Quantize each row of `x` to e4m3: `scale` is `power_of_two_scales(x)`, and `out = x / scale`.
 
-    `x` consists of the matrices `xs`. They are one below the other, or with `axis=1` side by side.
+    `x` consists of the tensors `xs`. With `axis=0` they are one below the other, with `axis=-1` side by side.
     """
     x = xs[0] if len(xs) == 1 else torch.cat([*xs], axis)
     scale.copy_(power_of_two_scales(x))

@@ -176,13 +176,13 @@ def _quantize_rows_kernel(
 
 
 @triton.jit
-def _quantize_columns_kernel(
+def _quantize_beside_kernel(
     xs,
     columns,
+    x_rows,
     rows,
     scale,
     out,
-    x_row,
     x_column,
     scale_row,
     out_row,
@@ -190,15 +190,18 @@ def _quantize_columns_kernel(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Quantize `ROWS` rows, and store their scales. The matrices `xs` are side by side, with so many `columns` each."""
+    """Quantize `ROWS` rows, and store their scales. The rows are read twice.
+
+    The matrices `xs` are side by side, with so many `columns` each. `x_rows` has the stride between rows of each.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     most = tl.zeros((ROWS,), dtype=tl.int32)
     for n in tl.static_range(len(xs)):
-        most = tl.maximum(most, _largest(xs[n], row, rows, columns[n], x_row, x_column, ROWS, WIDTH))
+        most = tl.maximum(most, _largest(xs[n], row, rows, columns[n], x_rows[n], x_column, ROWS, WIDTH))
     by = _power_of_two(most)
     tl.store(scale + row.to(tl.int64) * scale_row, by, mask=row < rows)
     for n in tl.static_range(len(xs)):
-        _write_rows(out, xs[n], _inverse(by), row, rows, columns[n], x_row, x_column, out_row, out_column, WIDTH)
+        _write_rows(out, xs[n], _inverse(by), row, rows, columns[n], x_rows[n], x_column, out_row, out_column, WIDTH)
         out += tl.cast(columns[n], tl.int64) * out_column
 
 
@@ -358,6 +361,11 @@ def quantize(out: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, *, dtype: 
         )
 
 
+def _by_columns(x: torch.Tensor) -> bool:
+    """Return True if neighbouring elements of a column are neighbours in memory."""
+    return x.stride(1) != 1 and x.stride(0) == 1
+
+
 def quantize_rows(out: torch.Tensor, scale: torch.Tensor, xs: Sequence[torch.Tensor], *, axis: int = 0) -> None:
     """Quantize each row of matrices to e4m3, with a power of two as its scale: see `aten.quantize_rows`.
 
@@ -366,34 +374,40 @@ def quantize_rows(out: torch.Tensor, scale: torch.Tensor, xs: Sequence[torch.Ten
     elements, or if the rows of a tensor have no constant stride.
     """
     flat = [each for each in map(rows, xs) if each is not None]
-    first, flat_out, flat_scale = flat[0] if flat else None, rows(out), rows(scale)
+    flat_out, flat_scale = rows(out), rows(scale)
     takes = len(flat) == len(xs) and xs[0].dtype in DTYPES and out.numel()
-    if not takes or first is None or flat_out is None or flat_scale is None:
+    if not takes or flat_out is None or flat_scale is None:
         aten.quantize_rows(out, scale, xs, axis=axis)
         return
-    by_columns = first.stride(1) != 1 and first.stride(0) == 1
-    alike = len(xs) <= MOST and all(x.stride() == first.stride() for x in flat)
-    if len(xs) > 1 and (not alike or by_columns != (axis == 1)):
-        quantize_rows(out, scale, [torch.cat(flat, axis)], axis=0)
-        return
-    across = first.shape[1]
-    if by_columns:
+    if len(flat) > 1:
+        strides = {x.stride() if axis == 0 else (0, x.stride(1)) for x in flat}
+        if len(flat) > MOST or len(strides) > 1 or (axis == 0 and _by_columns(flat[0])):
+            flat = [torch.cat(flat, axis)]
+    first, width = flat[0], min(triton.next_power_of_2(max(x.shape[1] for x in flat)), 2 * _WIDTH)
+    height = max(_WIDTH // width, 1)
+    if by_columns := _by_columns(first):
         height = next(size for size, least in ((32, 4096), (16, 2048), (8, 0)) if len(first) >= least)
-        width = min(triton.next_power_of_2(max(x.shape[1] for x in flat)), _TILE // height)
-        launched, programs, lengths = _quantize_columns_kernel, -(-len(first) // height), [x.shape[1] for x in flat]
-    else:
-        width = min(triton.next_power_of_2(across), 2 * _WIDTH)
-        height, lengths = max(_WIDTH // width, 1), [len(x) for x in flat]
-        launched, programs = _quantize_rows_kernel, sum(-(-length // height) for length in lengths)
+        width = min(width, _TILE // height)
     with launching(check_device(x=first, scale=scale, out=out)):
-        launch(
-            *(launched, programs, tuple(flat), tuple(lengths), len(first) if by_columns else across),
-            *(flat_scale, flat_out, *first.stride(), flat_scale.stride(0), *flat_out.stride()),
-            **({} if by_columns else {"ONCE": across <= width}),
-            ROWS=height,
-            WIDTH=width,
-            num_warps=_WARPS,
-        )
+        if by_columns or (axis != 0 and len(flat) > 1):
+            launch(
+                *(_quantize_beside_kernel, -(-len(first) // height)),
+                *(tuple(flat), tuple(x.shape[1] for x in flat), tuple(x.stride(0) for x in flat), len(first)),
+                *(flat_scale, flat_out, first.stride(1), flat_scale.stride(0), *flat_out.stride()),
+                ROWS=height,
+                WIDTH=width,
+                num_warps=_WARPS,
+            )
+        else:
+            launch(
+                *(_quantize_rows_kernel, sum(-(-len(x) // height) for x in flat)),
+                *(tuple(flat), tuple(map(len, flat)), first.shape[1]),
+                *(flat_scale, flat_out, *first.stride(), flat_scale.stride(0), *flat_out.stride()),
+                ROWS=height,
+                WIDTH=width,
+                ONCE=first.shape[1] <= width,
+                num_warps=_WARPS,
+            )
 
 
 def transpose_rows(

@@ -61,7 +61,8 @@ def rows_quantizer(xs: Sequence[Tensor], axis: int) -> Quantized:
     """Quantize each row of `xs`. Return the rows in fp8 and the scales of the rows in f32, `[..., 1]`.
 
     Scales are powers of two. The product of a row in fp8 and the scale of the row approximates the row. Several
-    matrices are quantized as one: they are one below the other, or side by side if `axis` is 1.
+    tensors are quantized as one: matrices that are one below the other with `axis=0`, or tensors side by side with
+    `axis=-1`.
     """
     rows, scale = _empty_quantized(xs, axis)
     kernels_for(rows).quantize_rows(rows, scale, xs, axis=axis)
@@ -91,7 +92,7 @@ def quantize_columns(bs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
 
 def quantize_stack(bs: Sequence[Tensor]) -> Quantized:
     """Quantize each column of matrices that are one below the other. Return one matrix, and its scales, `[1, N]`."""
-    q, scale = rows_quantizer.call([b.t() for b in bs], 1)
+    q, scale = rows_quantizer.call([b.t() for b in bs], -1)
     return q.t(), scale.t()
 
 
@@ -298,8 +299,7 @@ def _column_gradients(
     d_ws: list[Tensor | None] = [None] * len(weights)
     if not used:
         return d_x, d_ws
-    # torch.compile would read several gradients twice: to find their largest elements, and to quantize them.
-    rows: Quantized = quantize_rows(dys[0]) if len(dys) == 1 else rows_quantizer.call([torch.cat(dys, dim=-1)], 0)
+    rows: Quantized = quantize_rows(dys[0]) if len(dys) == 1 else rows_quantizer.call(dys, -1)
     if for_x:
         d_x = _scattered(*rows, [weights[i] for i in used], ctx.axis, ctx.group)
     widths, dtypes = [dy.shape[-1] for dy in dys], [ctx.dtypes[i] for i in used]

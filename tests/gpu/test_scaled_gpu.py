@@ -231,6 +231,21 @@ def test_rows_quantized_in_one_kernel_have_the_bits_of_the_cpu_in_both_layouts(d
         torch.testing.assert_close(out.cpu().float(), q.float(), rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("axis", [0, -1])
+@pytest.mark.parametrize("by_columns", [False, True])
+def test_matrices_quantized_together_have_the_bits_of_the_cpu(by_columns, axis):
+    shapes = [(size, 4100)[:: 1 if axis == 0 else -1] for size in (1024, 128, 7, 3584)]
+    xs = [(torch.randn(shape) * torch.logspace(-3, 3, shape[1])).bfloat16() for shape in shapes]
+    xs = [x.t().contiguous().t() for x in xs] if by_columns else xs
+    shape = torch.cat(xs, axis).shape
+    q, scale = torch.empty(shape, dtype=torch.float8_e4m3fn), torch.empty(shape[0], 1)
+    aten.quantize_rows(q, scale, xs, axis=axis)
+    out, gpu_scale = torch.empty_like(q, device=CUDA), torch.full_like(scale, math.nan, device=CUDA)
+    quantize.quantize_rows(out, gpu_scale, [x.t().to(CUDA).t() if by_columns else x.to(CUDA) for x in xs], axis=axis)
+    torch.testing.assert_close(gpu_scale.cpu(), scale, rtol=0, atol=0)
+    torch.testing.assert_close(out.cpu().float(), q.float(), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
     ("outer", "inner", "N", "K"), [(1, 4096, 1280, 8192), (1, 20000, 256, 512), (2, 500, 96, 256), (3, 33, 40, 72)]
 )

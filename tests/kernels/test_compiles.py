@@ -27,7 +27,7 @@ from hostir.kernels.outer import _tile as outer_tile
 from hostir.kernels.quantize import (
     _SQUARE,
     _TILE,
-    _quantize_columns_kernel,
+    _quantize_beside_kernel,
     _quantize_kernel,
     _quantize_rows_kernel,
     _row_scales_kernel,
@@ -517,17 +517,26 @@ def test_kernels_of_rows_move_16_bytes_at_a_time_round_in_hardware_and_spill_not
 
 
 @pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("height", [0, 8, 16, 32])
-def test_matrices_are_quantized_16_bytes_at_a_time_in_both_layouts(height, count):
-    kernel = _quantize_columns_kernel if height else _quantize_rows_kernel
-    constants = {"ROWS": height, "WIDTH": _TILE // height} if height else {"ROWS": 1, "WIDTH": 8192, "ONCE": True}
-    names = kernel.arg_names
-    ones = ("x_row", "out_column") if height else ("x_column", "out_column")
-    constants = {(names.index(name),): value for name, value in {**constants, **dict.fromkeys(ones, 1)}.items()}
-    types = {"xs": ("*bf16",) * count, names[1]: ("i32",) * count, "scale": "*fp32", "out": "*fp8e4nv"}
+@pytest.mark.parametrize("by_columns", [0, 8, 16, 32])
+@pytest.mark.parametrize("beside", [False, True])
+def test_matrices_are_quantized_16_bytes_at_a_time_in_both_layouts(beside, by_columns, count):
+    kernel = _quantize_beside_kernel if beside or by_columns else _quantize_rows_kernel
+    names, tuples = kernel.arg_names, 3 if beside or by_columns else 2
+    sizes = {"ROWS": by_columns, "WIDTH": _TILE // by_columns} if by_columns else {"ROWS": 1, "WIDTH": 8192}
+    constants = {
+        (names.index(n),): value for n, value in {**sizes, "ONCE": True, "out_column": 1}.items() if n in names
+    }
+    if by_columns:
+        constants |= {(names.index("x_rows"), i): 1 for i in range(count)}
+    else:
+        constants[names.index("x_column"),] = 1
+    types = {"xs": ("*bf16",) * count, "scale": "*fp32", "out": "*fp8e4nv"}
+    types |= dict.fromkeys(("columns" if tuples == 3 else "rows", "x_rows"), ("i32",) * count)
+    if by_columns:
+        types["x_rows"] = ("constexpr",) * count
     signature = {name: "constexpr" if (i,) in constants else types.get(name, "i32") for i, name in enumerate(names)}
-    at = [(i, *((j,) if i < 2 else ())) for i in range(len(names)) if (i,) not in constants for j in range(count)]
-    aligned = {place: [["tt.divisibility", 16]] for place in at}
+    at = [(i, *((j,) if i < tuples else ())) for i in range(len(names)) for j in range(count)]
+    aligned = {place: [["tt.divisibility", 16]] for place in at if place not in constants}
     source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
     compiled = triton.compile(source, target=TARGET, options={"num_warps": 8})
     assert re.search(r"ld\.global\.(v4\.b32|v2\.b64)", compiled.asm["ptx"])

@@ -106,7 +106,7 @@ def test_rows_have_the_least_power_of_two_that_fits_as_their_scale_in_both_layou
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", [(33, 1, 16), (1, 0, 7), (5,) * 9, (2100, 3)])
-@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("axis", [0, -1])
 @pytest.mark.parametrize("by_columns", [False, True])
 def test_several_matrices_are_quantized_as_one(by_columns, axis, sizes, dtype):
     shapes = [(size, 70)[:: 1 if axis == 0 else -1] for size in sizes]
