@@ -176,7 +176,7 @@ def _quantize_rows_kernel(
 
 
 @triton.jit
-def _quantize_beside_kernel(
+def _quantize_adjacent_kernel(
     xs,
     columns,
     x_rows,
@@ -391,7 +391,7 @@ def quantize_rows(out: torch.Tensor, scale: torch.Tensor, xs: Sequence[torch.Ten
     with launching(check_device(x=first, scale=scale, out=out)):
         if by_columns or (axis != 0 and len(flat) > 1):
             launch(
-                *(_quantize_beside_kernel, -(-len(first) // height)),
+                *(_quantize_adjacent_kernel, -(-len(first) // height)),
                 *(tuple(flat), tuple(x.shape[1] for x in flat), tuple(x.stride(0) for x in flat), len(first)),
                 *(flat_scale, flat_out, first.stride(1), flat_scale.stride(0), *flat_out.stride()),
                 ROWS=height,

@@ -27,7 +27,7 @@ from hostir.kernels.outer import _tile as outer_tile
 from hostir.kernels.quantize import (
     _SQUARE,
     _TILE,
-    _quantize_beside_kernel,
+    _quantize_adjacent_kernel,
     _quantize_kernel,
     _quantize_rows_kernel,
     _row_scales_kernel,
@@ -518,10 +518,10 @@ def test_kernels_of_rows_move_16_bytes_at_a_time_round_in_hardware_and_spill_not
 
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("by_columns", [0, 8, 16, 32])
-@pytest.mark.parametrize("beside", [False, True])
-def test_matrices_are_quantized_16_bytes_at_a_time_in_both_layouts(beside, by_columns, count):
-    kernel = _quantize_beside_kernel if beside or by_columns else _quantize_rows_kernel
-    names, tuples = kernel.arg_names, 3 if beside or by_columns else 2
+@pytest.mark.parametrize("adjacent", [False, True])
+def test_matrices_are_quantized_16_bytes_at_a_time_in_both_layouts(adjacent, by_columns, count):
+    kernel = _quantize_adjacent_kernel if adjacent or by_columns else _quantize_rows_kernel
+    names, tuples = kernel.arg_names, 3 if adjacent or by_columns else 2
     sizes = {"ROWS": by_columns, "WIDTH": _TILE // by_columns} if by_columns else {"ROWS": 1, "WIDTH": 8192}
     constants = {
         (names.index(n),): value for n, value in {**sizes, "ONCE": True, "out_column": 1}.items() if n in names
