@@ -77,7 +77,7 @@ def trained(options: argparse.Namespace, mesh: DeviceMesh, source: Tensor, way: 
     model = Llama(VOCABULARY, *sizes).to(options.device)
     parallelize_module(model, mesh, WAYS[way])
     for layer in model.layers if options.backend else ():
-        compile_in_place(layer, options.backend, None)
+        compile_in_place(layer, options.backend, lambda: None)
     if options.backend:  # torch 2.13 loses the gradient of a compiled layer's input while its collective runs
         model.embedding.register_forward_hook(lambda module, inputs, x: x * 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.1)
