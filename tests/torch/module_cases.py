@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hostir as hi
 import hostir.torch
-from examples.llama import Float8Linear
+from examples.llama import FeedForward, Float8Linear
 from hostir.call.rank import RankExecutor
 from hostir.torch import (
     ColumnParallelLinear,
@@ -55,6 +55,7 @@ from tests.torch.on_ranks import (
     tp_mesh,
     with_parameters_of_rank_0,
 )
+from tests.torch.without_code import backend_with
 
 
 def calls(operator: str) -> int:
@@ -405,6 +406,20 @@ def compiled_layers_in_fp8_quantize_by_aten_and_compute_what_eager_layers_do() -
         pairs += [(p.grad, q.grad) for p, q in zip(model.parameters(), eager.parameters(), strict=True)]
         for mine, true in pairs:
             torch.testing.assert_close(full(mine), full(true), rtol=0, atol=0)
+    torch._dynamo.reset()
+
+
+@case
+def compiled_layers_store_no_copies_of_their_weights() -> None:
+    model, graphs = with_parameters_of_rank_0(FeedForward(64, 128)), list[torch.fx.Graph]()
+    columns = ColwiseParallel("w1", "w3", input_layouts=Shard(0))
+    parallelize_module(model, tp_mesh(), {"": columns, "w2": RowwiseParallel(output_layouts=Shard(0))})
+    compiled = torch.compile(model, fullgraph=True, backend=backend_with(graphs.append))
+    compiled(leaf(torch.randn(4, 64))).sum().backward()
+    forward, backward = ({node.target for node in graph.nodes} for graph in graphs)
+    copies = {torch.ops.aten.cat.default, torch.ops.hostir.stack_rows.default}
+    assert not copies & forward
+    assert copies <= backward
     torch._dynamo.reset()
 
 

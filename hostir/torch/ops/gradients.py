@@ -233,5 +233,9 @@ def side_by_side(dys: Sequence[Tensor], bs: Sequence[Tensor], linear: bool) -> t
     The left operand concatenates the columns of the gradients `dys`. The right operand concatenates the rows of the
     transposes of `bs`. If `linear` is True, `bs` are already transposed.
     """
-    weights = bs if linear else [b.t() for b in bs]
-    return (dys[0], weights[0]) if len(dys) == 1 else (torch.cat([*dys], dim=-1), torch.cat([*weights]))
+    weights = [*bs] if linear else [b.t() for b in bs]
+    if len(dys) == 1:
+        return dys[0], weights[0]
+    if _modes():  # torch.compile would concatenate the weights in the forward graph, and store the result
+        return torch.cat([*dys], dim=-1), torch.ops.hostir.stack_rows(weights, dys[0])
+    return torch.cat([*dys], dim=-1), torch.cat(weights)

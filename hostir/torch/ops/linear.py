@@ -16,6 +16,12 @@ from hostir.torch.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from hostir.torch.ops.running import OperatorCall
 
 
+@define("stack_rows(Tensor[] matrices, Tensor gradient) -> Tensor", fake=lambda matrices, _: torch.cat(matrices))
+def stack_rows(matrices: list[Tensor], gradient: Tensor) -> Tensor:
+    """Concatenate the rows of matrices. A compiled graph does this in the backward pass, because of `gradient`."""
+    return torch.cat(matrices)
+
+
 @define(
     "all_gather_gated(Tensor a, Tensor gate, Tensor up, int gather_dim, str group_name, bool return_a) "
     "-> (Tensor, Tensor?)",
