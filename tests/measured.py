@@ -259,18 +259,21 @@ TABLES: Mapping[str, Callable[[dict[str, Any]], str]] = {
     "overhead": hosts,
     "regret": regrets,
 }
-MARKED = re.compile(r"<!-- measured: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
+MARKED = re.compile(r"<!-- measured: ([\w/]+) -->\n.*?<!-- end -->", re.DOTALL)
 SUMMARISED = re.compile(r"(?<=<!-- measured -->\n).*?(?=\n<!-- end -->)", re.DOTALL)
 
 
 def filled(page: str, results: Path = RESULTS / MACHINE) -> str:
-    """Return a page with the table of each result that it marks, or `Not measured.` if there is no result."""
+    """Return a page with the table of each result that it marks, or `Not measured.` if there is no result.
+
+    A mark is the name of a result in the folder `results`, or another machine and the name of its result.
+    """
 
     def text(mark: re.Match[str]) -> str:
-        file = results / f"{mark[1]}.json"
+        file = (RESULTS if "/" in mark[1] else results) / f"{mark[1]}.json"
         shown = "Not measured."
         if file.exists():
-            shown = f"{TABLES[mark[1]](json.loads(file.read_text()))}\n\nMade: {stamp(file)}."
+            shown = f"{TABLES[file.stem](json.loads(file.read_text()))}\n\nMade: {stamp(file)}."
         return f"<!-- measured: {mark[1]} -->\n{shown}\n<!-- end -->"
 
     return MARKED.sub(text, page)
