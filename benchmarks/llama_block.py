@@ -471,14 +471,14 @@ def case_of(options: argparse.Namespace, mesh: DeviceMesh, model: str, tokens: i
 
 
 def warmed(case: Case, way: Way) -> Step:
-    """Run a way until everything is compiled; return its step. Raise if a block was compiled to several graphs."""
+    """Run a way until everything is compiled; return its step. Raise if torch.compile broke a block of hostir's."""
     hostir.torch.report(clear=True)
     counters.clear()
     step = Step(case, way.make(case), way.dtensors)
     for _ in range(STEPS[case.x.device.type]):
         step()
         synchronize(case.x.device)
-    if breaks := counters["graph_break"]:
+    if (breaks := counters["graph_break"]) and way.runs.startswith("hostir"):
         raise RuntimeError(f"torch.compile broke the graph: {next(iter(breaks))}")
     return step
 

@@ -42,24 +42,33 @@ def world() -> Any:
 class Destroyer:
     """Destroys process groups on a thread of its own, so that the caller can stop waiting.
 
-    With NCCL, destroying a group hangs if a CUDA graph with NCCL kernels still exists. The thread starts with the first
-    group, and not when it is needed: since Python 3.12, a process that exits starts no threads.
+    With NCCL, destroying a group hangs if a CUDA graph with NCCL kernels still exists. The thread starts with the
+    session if the session owns torch's default group, and else with the first group. It cannot start when it is needed:
+    since Python 3.12, a process that exits starts no threads.
     """
 
     def __init__(self) -> None:
         self.jobs = SimpleQueue[tuple[list[Any], bool]]()
         self.thread = threading.Thread(target=self._run, name="hostir destroys groups", daemon=True)
+        self.starting = threading.Lock()
 
     def start(self) -> None:
-        if self.thread.ident is None:
-            self.thread.start()
+        with self.starting:
+            if self.thread.ident is None:
+                self.thread.start()
 
     def _run(self) -> None:
         groups, default = self.jobs.get()
-        while groups:
-            groups.pop().shutdown()
-        if default:
-            dist.destroy_process_group()
+        ends = [*(group.shutdown for group in reversed(groups)), *([dist.destroy_process_group] if default else [])]
+        groups.clear()
+        problems = list[Exception]()
+        while ends:
+            try:
+                ends.pop(0)()
+            except Exception as problem:  # the other groups are destroyed nevertheless
+                problems.append(problem)
+        if problems:
+            raise problems[0]
 
     def destroy(self, groups: list[Any], default: bool) -> None:
         """Destroy process groups in the same order on all ranks. If `default`, destroy torch's default group, too.

@@ -104,7 +104,7 @@ class Sharing(Protocol):
         """
 
     def close(self) -> None:
-        """Close everything that this rank holds open besides the memory, because the session ends."""
+        """Close everything that this rank holds open, because the session ends. Plans keep their memory."""
 
     def begin(self, unrolled: UnrolledProgram, memory: SharedMemory) -> None:
         """Store data of the machine in the field `kept` of new memory, if the data must live as long as the memory."""

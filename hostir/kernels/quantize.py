@@ -20,7 +20,7 @@ from hostir.kernels.matmul.operands import DTYPES
 
 _WIDTH = 4096  # elements that a program reads at once
 _TILE = 16384  # elements that a program reads at once, if neighbouring elements of a column are neighbours in memory
-MOST = 8  # matrices that one launch quantizes
+_MOST = 8  # at most so many matrices are quantized in one launch
 _SQUARE = 128  # rows and columns of a tile that is transposed
 _TRANSPOSING = 4  # programs of an SM that transpose
 _WARPS = 8
@@ -150,8 +150,8 @@ def _quantize_rows_kernel(
 ):
     """Quantize `ROWS` rows of one of the matrices `xs`, and store their scales.
 
-    The matrices are one below the other, with so many `rows` each. If `ONCE`, one tile holds the rows; else they are
-    read twice.
+    The matrices are one below the other. `rows` has the number of rows of each. If `ONCE`, one tile holds the rows of
+    a program; else they are read twice.
     """
     x, count, block = xs[0], tl.cast(rows[0], tl.int32), tl.program_id(0)
     above = block * 0  # the number of rows of the matrices above x
@@ -192,7 +192,8 @@ def _quantize_adjacent_kernel(
 ):
     """Quantize `ROWS` rows, and store their scales. The rows are read twice.
 
-    The matrices `xs` are side by side, with so many `columns` each. `x_rows` has the stride between rows of each.
+    The matrices `xs` are side by side. `columns` has the number of columns of each, and `x_rows` the stride between
+    its rows.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     most = tl.zeros((ROWS,), dtype=tl.int32)
@@ -288,10 +289,12 @@ def _transpose_kernel(
     of_a = across * tl.cdiv(a_columns, TILE)
     for tile in range(tl.program_id(0), of_a + across * tl.cdiv(b_columns, TILE), tl.num_programs(0)):
         block = tile
-        x, out, out_row, columns, outer, step = a, a_out, a_out_row, a_columns, a_outer, a_inner
+        x, out, columns = a, a_out, tl.cast(a_columns, tl.int64)
+        outer, step, out_row = tl.cast(a_outer, tl.int64), tl.cast(a_inner, tl.int64), tl.cast(a_out_row, tl.int64)
         if tile >= of_a:
             block = tile - of_a
-            x, out, out_row, columns, outer, step = b, b_out, b_out_row, b_columns, b_outer, b_inner
+            x, out, columns = b, b_out, tl.cast(b_columns, tl.int64)
+            outer, step, out_row = tl.cast(b_outer, tl.int64), tl.cast(b_inner, tl.int64), tl.cast(b_out_row, tl.int64)
         first = block % across * TILE
         row, column = first + tl.arange(0, TILE), (block // across * TILE + tl.arange(0, TILE)).to(tl.int64)
         product = _products_of_scales(
@@ -303,7 +306,7 @@ def _transpose_kernel(
         part = ((tl.where(tile >= of_a, exponent - half, half) + 127) << 23).to(tl.float32, bitcast=True)
         by = tl.where(ratio == ratio, part, ratio)
         there = (row < rows)[:, None] & (column < columns)[None, :]
-        at = (row // inner).to(tl.int64) * outer + (row % inner).to(tl.int64) * step
+        at = row // inner * outer + row % inner * step
         read = to_float32(tl.load(x + at[:, None] + column[None, :] * column_step, mask=there, other=0.0))
         result = tl.where((row < rows)[:, None], read * by[:, None], 0.0)
         there = (row < length)[:, None] & (column < columns)[None, :]
@@ -366,23 +369,32 @@ def _by_columns(x: torch.Tensor) -> bool:
     return x.stride(1) != 1 and x.stride(0) == 1
 
 
+def _in_one_launch(xs: Sequence[torch.Tensor], axis: int) -> bool:
+    """Return True if one launch can quantize several matrices: see `quantize_rows`."""
+    flat = [each for each in map(rows, xs) if each is not None]
+    if len(flat) < len(xs) or len(xs) > _MOST or len({(x.dtype, x.device) for x in xs}) > 1:
+        return False
+    if axis == 0:
+        return len({(x.stride(), x.shape[1]) for x in flat}) == 1 and not _by_columns(flat[0])
+    return len({x.stride(1) for x in flat}) == 1 and len({x.shape[:-1] for x in xs}) == 1
+
+
 def quantize_rows(out: torch.Tensor, scale: torch.Tensor, xs: Sequence[torch.Tensor], *, axis: int = 0) -> None:
     """Quantize each row of matrices to e4m3, with a power of two as its scale: see `aten.quantize_rows`.
 
     If the elements of a column are neighbours in memory, the kernel reads and writes tiles, so that memory is read in
-    long pieces. ATen computes the result instead if Triton's kernels do not take the dtype of `xs`, if there are no
-    elements, or if the rows of a tensor have no constant stride.
+    long pieces. Several matrices are first copied to one if there are many, if their layouts or dtypes differ, or if
+    they are one below the other and stored by columns. ATen computes the result instead if Triton's kernels do not
+    take the dtype of `xs`, if there are no elements, or if the rows of a tensor have no constant stride.
     """
+    if len(xs) > 1 and not _in_one_launch(xs, axis):
+        xs = [torch.cat([*xs], axis)]
     flat = [each for each in map(rows, xs) if each is not None]
     flat_out, flat_scale = rows(out), rows(scale)
     takes = len(flat) == len(xs) and xs[0].dtype in DTYPES and out.numel()
     if not takes or flat_out is None or flat_scale is None:
         aten.quantize_rows(out, scale, xs, axis=axis)
         return
-    if len(flat) > 1:
-        strides = {x.stride() if axis == 0 else (0, x.stride(1)) for x in flat}
-        if len(flat) > MOST or len(strides) > 1 or (axis == 0 and _by_columns(flat[0])):
-            flat = [torch.cat(flat, axis)]
     first, width = flat[0], min(triton.next_power_of_2(max(x.shape[1] for x in flat)), 2 * _WIDTH)
     height = max(_WIDTH // width, 1)
     if by_columns := _by_columns(first):

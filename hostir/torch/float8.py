@@ -56,13 +56,18 @@ def _empty_quantized(xs: Sequence[Tensor], axis: int) -> Quantized:
     return x.new_empty(shape, dtype=aten.FP8[FLOAT8]), x.new_empty([*shape[:-1], 1], dtype=torch.float32)
 
 
-@define("quantize_rows(Tensor[] xs, int axis) -> (Tensor, Tensor)", fake=_empty_quantized)
-def rows_quantizer(xs: Sequence[Tensor], axis: int) -> Quantized:
+def _fake_quantized(xs: Sequence[Tensor], axis: int, after: Tensor | None = None) -> Quantized:
+    return _empty_quantized(xs if len(xs) == 1 else [torch.cat([*xs], axis)], axis)
+
+
+@define("quantize_rows(Tensor[] xs, int axis, Tensor? after=None) -> (Tensor, Tensor)", fake=_fake_quantized)
+def rows_quantizer(xs: Sequence[Tensor], axis: int, after: Tensor | None = None) -> Quantized:
     """Quantize each row of `xs`. Return the rows in fp8 and the scales of the rows in f32, `[..., 1]`.
 
     Scales are powers of two. The product of a row in fp8 and the scale of the row approximates the row. Several
     tensors are quantized as one: matrices that are one below the other with `axis=0`, or tensors side by side with
-    `axis=-1`.
+    `axis=-1`. A compiled graph computes `after` first. So weights that only the backward pass needs in this form are
+    quantized there, and not stored.
     """
     rows, scale = _empty_quantized(xs, axis)
     kernels_for(rows).quantize_rows(rows, scale, xs, axis=axis)
@@ -80,19 +85,19 @@ def quantize_rows(x: Tensor) -> Quantized:
     return (x.float() / scale).to(aten.FP8[FLOAT8]), scale
 
 
-# Weights are quantized by a kernel that can also transpose: torch.compile would take several kernels.
+def quantize_columns(bs: Sequence[Tensor], after: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """Quantize each column of matrices `[K, N]`. Return them in fp8, column-major, and their scales.
 
-
-def quantize_columns(bs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Quantize each column of matrices `[K, N]`, in one kernel. Return them in fp8, column-major, and their scales."""
+    One kernel quantizes all of them, and transposes those that are row-major. torch.compile would take several kernels.
+    """
     widths = [b.shape[1] for b in bs]
-    q, scale = rows_quantizer.call([b.t() for b in bs], 0)
+    q, scale = rows_quantizer.call([b.t() for b in bs], 0, after)
     return [part.t() for part in q.split(widths)], [part.t() for part in scale.split(widths)]
 
 
-def quantize_stack(bs: Sequence[Tensor]) -> Quantized:
+def quantize_stack(bs: Sequence[Tensor], after: Tensor) -> Quantized:
     """Quantize each column of matrices that are one below the other. Return one matrix, and its scales, `[1, N]`."""
-    q, scale = rows_quantizer.call([b.t() for b in bs], -1)
+    q, scale = rows_quantizer.call([b.t() for b in bs], -1, after)
     return q.t(), scale.t()
 
 
@@ -174,7 +179,7 @@ def _gathered(x: Tensor, bs: Sequence[Tensor], axis: int, group: str) -> tuple[T
     Returns the gathered rows in fp8, the scales of these rows, and the products.
     """
     biases: list[None] = [None] * len(bs)
-    args = *quantize_rows(x), *quantize_columns(bs), axis, group, "sharded", biases, x.dtype
+    args = *quantize_rows(x), *quantize_columns(bs, x), axis, group, "sharded", biases, x.dtype
     return all_gather_scaled_matmul.call(*args)
 
 
@@ -183,7 +188,7 @@ def _scattered(q: Tensor, scale: Tensor, bs: Sequence[Tensor], axis: int, group:
 
     `q` holds rows in fp8, and `scale` holds the scales of these rows.
     """
-    return scaled_matmul_reduce_scatter.call(q, scale, *quantize_stack(bs), "sum", axis, group, bs[0].dtype)
+    return scaled_matmul_reduce_scatter.call(q, scale, *quantize_stack(bs, q), "sum", axis, group, bs[0].dtype)
 
 
 @define(
@@ -299,6 +304,7 @@ def _column_gradients(
     d_ws: list[Tensor | None] = [None] * len(weights)
     if not used:
         return d_x, d_ws
+    # torch.compile would read several gradients twice: to find the largest elements, and to quantize them.
     rows: Quantized = quantize_rows(dys[0]) if len(dys) == 1 else rows_quantizer.call(dys, -1)
     if for_x:
         d_x = _scattered(*rows, [weights[i] for i in used], ctx.axis, ctx.group)

@@ -206,8 +206,8 @@ def test_killed_peers_end_those_that_wait_for_their_flags_without_a_launcher(
 def test_a_teardown_that_never_ends_does_not_change_the_exit_code() -> None:
     code = (
         "import sys, threading, torch.distributed as dist\n"
-        "from hostir.job import session\n"
-        "session.PARTING = 0.2\n"
+        "from hostir.job import groups, session\n"
+        "groups.PARTING = 0.2\n"
         "dist.destroy_process_group = threading.Event().wait\n"
         "with session.session('cpu'):\n    pass\n"
         "sys.exit(3)\n"

@@ -5,6 +5,7 @@ The ranks run tests/job/group_cases.py.
 
 from __future__ import annotations
 
+import threading
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import hostir as hi
-from hostir.job.groups import Groups
+from hostir.job.groups import Destroyer, Groups
 from tests.call.test_torchrun import environment, passed
 from tests.launch import begin, launch
 
@@ -48,6 +49,31 @@ pytestmark = [pytest.mark.torchrun, pytest.mark.timeout(180)]
 
 
 @pytest.mark.slow
+def test_groups_are_destroyed_by_a_thread_that_exists_and_one_that_fails_does_not_keep_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Group:
+        def shutdown(self) -> None:
+            destroyed.append(self)
+            if len(destroyed) == 1:
+                raise RuntimeError("its peers are gone")
+
+    destroyed, problems, destroyer = list[Group](), list[threading.ExceptHookArgs](), Destroyer()
+    destroyer.start()
+    destroyer.start()
+
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")  # as Python 3.12 does
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    monkeypatch.setattr(threading, "excepthook", problems.append)
+    groups = [Group(), Group(), Group()]
+    destroyer.destroy([*groups], False)
+    assert destroyed == groups[::-1]
+    assert [str(problem.exc_value) for problem in problems] == ["its peers are gone"]
+    assert not destroyer.thread.is_alive()
+
+
 def test_only_the_members_of_a_group_take_part() -> None:
     with ExitStack() as ended:
         waiting = begin(str(SCRIPT), *WAITING, ranks=4, env=environment())

@@ -769,8 +769,9 @@ def test_copies_let_the_next_kernel_start_move_16_bytes_at_a_time_and_then_raise
     assert handed_on < ptx.find("bar.sync", handed_on) < raising, "a barrier comes before any thread raises a flag"
 
 
-def test_rows_of_fp8_are_transposed_16_bytes_at_a_time_and_spill_nothing():
-    pointers = dict.fromkeys(("a", "b", "a_out", "b_out"), "*fp8e4nv") | {"least": "fp32"}
+@pytest.mark.parametrize("large", [(), ("a_outer",), ("b_outer", "b_inner")])  # strides of 2^31 elements and more
+def test_rows_of_fp8_are_transposed_16_bytes_at_a_time_and_spill_nothing(large):
+    pointers = dict.fromkeys(("a", "b", "a_out", "b_out"), "*fp8e4nv") | {"least": "fp32"} | dict.fromkeys(large, "i64")
     pointers |= dict.fromkeys(("a_scale", "b_scale", "scales"), "*fp32")
     constants = {"TILE": _SQUARE, "WIDTH": 4096, "column_step": 1, "a_scale_inner": 1, "b_scale_inner": 1}
     source = aligned_source(_transpose_kernel, constants, pointers, ("inner", "rows", "scales_step", "least"))

@@ -57,6 +57,8 @@ from tests.torch.on_ranks import (
 )
 from tests.torch.without_code import backend_with
 
+QUANTIZE_ROWS = torch.ops.hostir.quantize_rows.default
+
 
 def calls(operator: str) -> int:
     return sum(row.calls for row in hi.torch.report() if row.operator == operator)
@@ -420,6 +422,15 @@ def compiled_layers_store_no_copies_of_their_weights() -> None:
     copies = {torch.ops.aten.cat.default, torch.ops.hostir.stack_rows.default}
     assert not copies & forward
     assert copies <= backward
+    torch._dynamo.reset()
+    model = with_parameters_of_rank_0(FeedForward(64, 128))  # of f32: the graph rounds weights first
+    columns = ColwiseParallel("w1", "w3", input_layouts=Shard(0), fp8=True)
+    parallelize_module(model, tp_mesh(), {"": columns, "w2": RowwiseParallel(output_layouts=Shard(0), fp8=True)})
+    compiled = torch.compile(model, fullgraph=True, backend=backend_with(graphs.append))
+    with torch.autocast(DEVICE, torch.bfloat16):
+        compiled(leaf(torch.randn(4, 64))).float().sum().backward()
+    quantized = [[node.target for node in graph.nodes].count(QUANTIZE_ROWS) for graph in graphs[2:]]
+    assert quantized == [2, 3], "each weight once in each pass, and the gradients of w1 and w3"
     torch._dynamo.reset()
 
 

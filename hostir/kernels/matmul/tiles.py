@@ -197,7 +197,7 @@ _POINTERS_8_BIT = (
 # Tiles of grouped matmuls. The first rate was measured on an H100, and the other rates are guesses.
 _GROUPED_16_BIT = Tile(128, 256, 64, stages=3, warps=8, rate=0.95)
 _GROUPED_FEW_ROWS = Tile(64, 128, 64, stages=4, warps=4, rate=0.55)
-_GROUPED_32_BIT = Tile(64, 64, 32, stages=3, warps=8)
+_GROUPED_32_BIT = Tile(64, 64, 16, stages=4, warps=8)
 _GROUPED_8_BIT = Tile(128, 128, 128, stages=4, warps=8, rate=0.9)
 _GROUPED_8_BIT_FEW_ROWS = Tile(64, 128, 128, stages=5, warps=4, rate=0.7)
 COLLECTING = 640  # the columns of a product for which an H100 takes as long as to collect its rows

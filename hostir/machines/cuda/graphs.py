@@ -39,6 +39,7 @@ from hostir.job.links import headline
 from hostir.machines.binding import Part
 from hostir.machines.cuda.driver import Allocations
 from hostir.machines.cuda.streams import own_stream
+from hostir.machines.cuda.uses import CAPTURES
 from hostir.plan.operations import CollectiveOp
 from hostir.plan.unrolled import UnrolledProgram
 
@@ -198,6 +199,7 @@ class Graphs:
             self.pool = torch.cuda.graph_pool_handle()
         with torch.cuda.stream(self.side), uncollected():  # destroying another graph would break a capture
             graph = torch.cuda.CUDAGraph()
+            CAPTURES.append(graph)
             try:  # thread_local: other threads may call functions that a capture forbids
                 graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
                 plan.run(inputs, outs, True)
@@ -205,6 +207,8 @@ class Graphs:
             except BaseException:
                 self.abort_capture(graph)
                 raise
+            finally:
+                CAPTURES.remove(graph)
         return graph
 
     def abort_capture(self, graph: torch.cuda.CUDAGraph) -> None:

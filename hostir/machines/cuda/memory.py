@@ -210,7 +210,7 @@ class PeerMemory:
         return [handle.get_signal_pad(self.rank).view(torch.int32)]
 
     def close(self) -> None:
-        """Free the memory that no plan uses. Other memory is freed after its plans."""
+        """Free the memory that no plan uses. Other memory is freed by a later call, when its plans are gone."""
         if not torch.cuda.is_current_stream_capturing():
             release()
 

@@ -1,4 +1,4 @@
-"""Keep the plans that CUDA graphs of the caller use, for as long as the graphs exist.
+"""Keep the plans that CUDA graphs of the caller use, for as long as the graphs exist, and free memory between captures.
 
 A graph holds addresses of memory that its plan owns. The caller may drop the executor and keep the graph, and only CUDA
 knows when the graph is gone. So each captured call creates a *user object* of CUDA, which belongs to the graph and to
@@ -7,8 +7,9 @@ for the user object. This function is `sem_post` of the C library, because Pytho
 See the chapter on graph management of the CUDA driver API, cuGraphRetainUserObject.
 
 To free symmetric memory, torch waits for the device. While a stream captures, CUDA refuses this, and torch ends the
-process. But Python may collect garbage at any time. So memory that belonged to garbage waits in `LATE` for a call that
-is not captured.
+process. But Python may collect garbage at any time. So memory whose owner is gone waits in `LATE` for a call on a
+stream that does not capture, while hostir captures nothing on another thread. A capture that the caller makes on
+another thread is not noticed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from hostir.machines.cuda.driver import capture_of, check, cuda_driver
 NO_SYNC = 1  # CU_USER_OBJECT_NO_DESTRUCTOR_SYNC, which is mandatory
 MOVE = 1  # CU_GRAPH_USER_OBJECT_MOVE: the graph takes over the only reference
 SEMAPHORE = 64  # bytes, at least the size of the C type sem_t
-LATE: list[Any] = []  # memory to free
+LATE: list[Any] = []  # memory whose owner is gone
+CAPTURES: list[object] = []  # hostir's own captures that go on now, on any thread
 _uses: dict[tuple[int, int], tuple[int, Any]] = {}  # semaphore and plan of each use, by capture and address of the plan
 _changing = threading.RLock()  # held while `_uses` changes: threads of several teams make plans at the same time
 
@@ -61,8 +63,7 @@ def free_late(owner: object, memory: Any) -> None:
 
 
 def release() -> None:
-    """Forget the plans whose graphs are gone, and free memory. Must not be called while a stream captures."""
-    LATE.clear()
+    """Forget the plans whose graphs are gone, and free memory. Must not be called while this thread captures."""
     with _changing:
         for use, (ended, plan) in list(_uses.items()):
             if _libc().sem_trywait(ctypes.c_void_p(ended)) == 0:
@@ -70,3 +71,6 @@ def release() -> None:
                 del _uses[use]
                 if plan.memory is not None and not any(other is plan for _, other in _uses.values()):
                     plan.memory.captured.discard(plan)
+        plan = None
+    if not CAPTURES:
+        LATE.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -108,11 +109,12 @@ def test_rows_have_the_least_power_of_two_that_fits_as_their_scale_in_both_layou
 @pytest.mark.parametrize("sizes", [(33, 1, 16), (1, 0, 7), (5,) * 9, (2100, 3)])
 @pytest.mark.parametrize("axis", [0, -1])
 @pytest.mark.parametrize("by_columns", [False, True])
-def test_several_matrices_are_quantized_as_one(by_columns, axis, sizes, dtype):
+def test_several_matrices_are_quantized_as_one(by_columns, axis, sizes, dtype, monkeypatch):
     shapes = [(size, 70)[:: 1 if axis == 0 else -1] for size in sizes]
     xs = [(torch.randn(shape) * torch.logspace(-3, 3, shape[1])).to(dtype) for shape in shapes]
     xs = [x.t().contiguous().t() for x in xs] if by_columns else xs
-    together = torch.cat(xs, axis)
+    together, launched, launch = torch.cat(xs, axis), list[Any](), quantize.launch
+    monkeypatch.setattr(quantize, "launch", lambda *args, **options: [launched.append(args), launch(*args, **options)])
     results = []
     for kernels in (quantize, aten):
         scale, out = torch.full((len(together), 1), -1.0), torch.zeros(together.shape, dtype=torch.float8_e4m3fn)
@@ -121,6 +123,25 @@ def test_several_matrices_are_quantized_as_one(by_columns, axis, sizes, dtype):
     (scale, out), (wanted_scale, wanted) = results
     assert torch.equal(scale, wanted_scale)
     assert same_bits(out, wanted)
+    ((_, _, read, *_),) = launched
+    if min(sizes) > 1 and len(sizes) <= quantize._MOST and not (by_columns and axis == 0):
+        assert [x.data_ptr() for x in read] == [x.data_ptr() for x in xs], "they are read where they are"
+    else:
+        assert len(read) in (1, len(xs))
+
+
+def test_matrices_of_other_widths_and_dtypes_are_not_quantized_as_one():
+    memory = torch.randn(4, 64)
+    scale, out = torch.zeros(8, 1), torch.zeros(8, 64, dtype=torch.float8_e4m3fn)
+    with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
+        quantize.quantize_rows(out, scale, [memory, memory[:, :32]])
+    mixed = [memory, torch.randn(4, 64).bfloat16()]
+    results = []
+    for kernels in (quantize, aten):
+        scale, out = torch.zeros(8, 1), torch.zeros(8, 64, dtype=torch.float8_e4m3fn)
+        kernels.quantize_rows(out, scale, mixed)
+        results.append((scale, out.float()))
+    assert all(map(torch.equal, *results))
 
 
 def test_aten_quantizes_rows_that_triton_does_not_take():

@@ -22,6 +22,7 @@ from hostir.job import groups as process_groups
 from hostir.job import session as sessions
 from hostir.job.groups import Groups
 from hostir.job.watchdog import Watchdog
+from hostir.machines.cuda import memory as memories
 from hostir.machines.cuda import uses
 from hostir.machines.cuda.graphs import MAX_GRAPHS
 from hostir.machines.cuda.machine import CudaPlan
@@ -385,7 +386,40 @@ def test_symmetric_memory_of_garbage_waits_for_a_call_that_is_not_captured() -> 
     e(a, b)
     assert freed() is not None
     Device.callers_capture = False
+    uses.CAPTURES.append(e)  # another thread captures
     e(a, b)
+    assert freed() is not None
+    uses.CAPTURES.clear()
+    e(a, b)
+    assert freed() is None
+
+
+def test_symmetric_memory_waits_for_the_end_of_its_session_and_is_freed_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memories, "flow_control_of", lambda *what: None)
+    peers, owner, memory = memories.PeerMemory(CPU, 0), nn.Module(), torch.zeros(1)
+    peers.aside = object()  # type: ignore[assignment]
+    owner.flat, owner.kept, freed = {("x", 0): memory}, {}, weakref.ref(memory)
+    peers.begin(None, owner)  # type: ignore[arg-type]
+    del owner, memory
+    assert freed() is not None
+    peers.close()
+    assert freed() is None
+
+
+def test_memory_whose_last_plan_goes_with_a_graph_of_the_caller_is_freed_at_once() -> None:
+    e, (a, b) = executor(), inputs()
+    e(a, b)
+    memory = torch.zeros(1)
+    freed = weakref.ref(memory)
+    uses.free_late(e.latest.plan, [memory])
+    del memory
+    Device.callers_capture = True
+    e(a, b)
+    Device.callers_capture = False
+    del e
+    user_objects.destroy()
+    gc.collect()
+    release()
     assert freed() is None
 
 
