@@ -31,6 +31,7 @@ from hostir.ir.source import HostIRError, error
 from hostir.job.session import Session
 from hostir.kernels.dtypes import torch_dtype, undefined
 from hostir.machines.binding import Part
+from hostir.machines.cuda.uses import capturing
 
 RUNS = {"cpu": 7, "cuda": 30}
 WARM = {"cpu": 1, "cuda": 4}
@@ -342,7 +343,7 @@ def _replay(subject: Subject, inputs: Sequence[Part], outputs: Sequence[Part]) -
     graph = torch.cuda.CUDAGraph()
     replay: Work | None = graph.replay
     try:
-        with torch.cuda.graph(graph):
+        with capturing(graph), torch.cuda.graph(graph):
             call()
     except (HostIRError, RuntimeError):  # a candidate that cannot be captured has only an eager time
         replay = None

@@ -375,8 +375,9 @@ def _in_one_launch(xs: Sequence[torch.Tensor], axis: int) -> bool:
     if len(flat) < len(xs) or len(xs) > _MOST or len({(x.dtype, x.device) for x in xs}) > 1:
         return False
     if axis == 0:
-        return len({(x.stride(), x.shape[1]) for x in flat}) == 1 and not _by_columns(flat[0])
-    return len({x.stride(1) for x in flat}) == 1 and len({x.shape[:-1] for x in xs}) == 1
+        alike = len({x.stride() for x in flat}) == len({x.shape[1:] for x in xs}) == 1
+        return alike and not _by_columns(flat[0])
+    return len({x.stride(1) for x in flat}) == len({x.shape[:-1] for x in xs}) == 1
 
 
 def quantize_rows(out: torch.Tensor, scale: torch.Tensor, xs: Sequence[torch.Tensor], *, axis: int = 0) -> None:

@@ -174,6 +174,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.add_argument("--only", default="", help="run the cases whose line matches this regular expression")
     options.add_argument("--device", choices=CASES, default="cuda")
     chosen = options.parse_args(arguments)
+    try:
+        wanted = re.compile(chosen.only)
+    except re.error as problem:
+        options.error(f"--only {chosen.only!r} is not a regular expression: {problem}")
     begun, counts = time.monotonic(), Counter[str]()
     with session(chosen.device) as joined:
         assert joined
@@ -182,7 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             CASES[chosen.device], strategies(), [*every_pattern()]
         ):
             label = f"{name:37} {strategy:26} {case[0]:4} {case[1]:6}"
-            if not re.search(chosen.only, label):
+            if not wanted.search(label):
                 continue
             if any(joined.exchange("over", "over" if time.monotonic() - begun > chosen.seconds else "")):
                 counts["not run"] += 1

@@ -48,7 +48,6 @@ LOST = [
 pytestmark = [pytest.mark.torchrun, pytest.mark.timeout(180)]
 
 
-@pytest.mark.slow
 def test_groups_are_destroyed_by_a_thread_that_exists_and_one_that_fails_does_not_keep_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -74,6 +73,7 @@ def test_groups_are_destroyed_by_a_thread_that_exists_and_one_that_fails_does_no
     assert not destroyer.thread.is_alive()
 
 
+@pytest.mark.slow
 def test_only_the_members_of_a_group_take_part() -> None:
     with ExitStack() as ended:
         waiting = begin(str(SCRIPT), *WAITING, ranks=4, env=environment())

@@ -39,7 +39,7 @@ from hostir.job.links import headline
 from hostir.machines.binding import Part
 from hostir.machines.cuda.driver import Allocations
 from hostir.machines.cuda.streams import own_stream
-from hostir.machines.cuda.uses import CAPTURES
+from hostir.machines.cuda.uses import capturing
 from hostir.plan.operations import CollectiveOp
 from hostir.plan.unrolled import UnrolledProgram
 
@@ -197,9 +197,9 @@ class Graphs:
     def record(self, plan: Capturable, inputs: Sequence[Part], outs: Sequence[Part]) -> torch.cuda.CUDAGraph:
         if not self.kept:  # torch refuses a pool whose graphs have all been destroyed
             self.pool = torch.cuda.graph_pool_handle()
-        with torch.cuda.stream(self.side), uncollected():  # destroying another graph would break a capture
-            graph = torch.cuda.CUDAGraph()
-            CAPTURES.append(graph)
+        graph = torch.cuda.CUDAGraph()
+        # Destroying another graph would break the capture.
+        with torch.cuda.stream(self.side), uncollected(), capturing(graph):
             try:  # thread_local: other threads may call functions that a capture forbids
                 graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
                 plan.run(inputs, outs, True)
@@ -207,8 +207,6 @@ class Graphs:
             except BaseException:
                 self.abort_capture(graph)
                 raise
-            finally:
-                CAPTURES.remove(graph)
         return graph
 
     def abort_capture(self, graph: torch.cuda.CUDAGraph) -> None:

@@ -14,10 +14,12 @@ another thread is not noticed.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import threading
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -55,6 +57,16 @@ def hold(plan: Any, stream: torch.cuda.Stream) -> None:
     check(cuda_driver().cuGraphRetainUserObject(ctypes.c_void_p(graph), user_object, 1, MOVE), "a captured graph")
     with _changing:
         _uses[capture, id(plan)] = ended, plan
+
+
+@contextlib.contextmanager
+def capturing(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+    """Within this context hostir captures a graph, and no thread frees memory."""
+    CAPTURES.append(graph)
+    try:
+        yield
+    finally:
+        CAPTURES.remove(graph)
 
 
 def free_late(owner: object, memory: Any) -> None:

@@ -124,10 +124,8 @@ def test_several_matrices_are_quantized_as_one(by_columns, axis, sizes, dtype, m
     assert torch.equal(scale, wanted_scale)
     assert same_bits(out, wanted)
     ((_, _, read, *_),) = launched
-    if min(sizes) > 1 and len(sizes) <= quantize._MOST and not (by_columns and axis == 0):
-        assert [x.data_ptr() for x in read] == [x.data_ptr() for x in xs], "they are read where they are"
-    else:
-        assert len(read) in (1, len(xs))
+    at_once = len(sizes) <= quantize._MOST and (not by_columns or (axis == -1 and min(sizes) > 1))
+    assert [x.data_ptr() for x in read] == [x.data_ptr() for x in xs] if at_once else len(read) == 1
 
 
 def test_matrices_of_other_widths_and_dtypes_are_not_quantized_as_one():
@@ -135,6 +133,8 @@ def test_matrices_of_other_widths_and_dtypes_are_not_quantized_as_one():
     scale, out = torch.zeros(8, 1), torch.zeros(8, 64, dtype=torch.float8_e4m3fn)
     with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
         quantize.quantize_rows(out, scale, [memory, memory[:, :32]])
+    with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
+        quantize.quantize_rows(out, scale, [memory.view(2, 2, 64), memory.view(1, 4, 64)])
     mixed = [memory, torch.randn(4, 64).bfloat16()]
     results = []
     for kernels in (quantize, aten):
