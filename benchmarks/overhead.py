@@ -16,7 +16,8 @@ The benchmark measures:
 
 The pipeline is an all-gather + matmul on tiny tensors, so that only issuing takes time. The version by hand is a Python
 loop with the same selects, collectives, waits, matmuls, stream switches and events. To compare with a replayed call,
-the version by hand is captured in a CUDA graph, and its `replay()` is timed.
+the version by hand is captured in a CUDA graph, and its `replay()` is timed. Calls of hostir and calls by hand take
+turns, because the speed of a host changes within seconds.
 """
 
 from __future__ import annotations
@@ -69,15 +70,21 @@ program @alone(%a: bf16[{SLICES}, 1, 16, 64], %b: bf16[64, 64]) -> (%c) streams 
 
 def timed(work: Callable[[], Any], repeats: int, settle: Callable[[], Any]) -> float:
     """Return the median host time of a call in microseconds. `settle` waits for the device between two calls."""
-    times = []
+    return in_turn([work], repeats, settle)[0]
+
+
+def in_turn(works: Sequence[Callable[[], Any]], repeats: int, settle: Callable[[], Any]) -> list[float]:
+    """Return the median host time of a call of each function in microseconds. Calls of the functions take turns."""
+    times: list[list[float]] = [[] for _ in works]
     for n in range(repeats + 5):
-        settle()
-        begun = time.perf_counter()
-        work()
-        if n >= 5:
-            times.append((time.perf_counter() - begun) * 1e6)
+        for work, taken in zip(works, times, strict=True):
+            settle()
+            begun = time.perf_counter()
+            work()
+            if n >= 5:
+                taken.append((time.perf_counter() - begun) * 1e6)
     settle()
-    return statistics.median(times)
+    return [statistics.median(taken) for taken in times]
 
 
 def by_hand(a: torch.Tensor, b: torch.Tensor, streams: list[torch.cuda.Stream], ranks: int, group: Any) -> torch.Tensor:
@@ -114,14 +121,8 @@ def issuing(joined: Session, repeats: int) -> dict[str, Any]:
     group = dist.new_group(list(range(ranks)))
     settle = partial(torch.cuda.synchronize, device)
     with torch.no_grad():
-        pairs = [
-            (
-                timed(lambda: executor(a, b), repeats, settle),
-                timed(lambda: by_hand(a, b, streams, ranks, group), repeats, settle),
-            )
-            for _ in range(5)
-        ]
-    ours, hand = (statistics.median(side) for side in zip(*pairs, strict=True))
+        works = (lambda: executor(a, b)), (lambda: by_hand(a, b, streams, ranks, group))
+        ours, hand = in_turn(works, 5 * repeats, settle)
     statements = sum(len(s.body) * s.count.bind({}) if hasattr(s, "body") else 1 for s in program.body)
     return {
         "what": f"pipeline, {statements} statements issued",
@@ -148,7 +149,7 @@ def gathering(joined: Session, repeats: int) -> list[dict[str, Any]]:
         torch.mm(full, b, out=c.view(M, N))
 
     results = []
-    by_hand = {"issued": timed(hand, repeats, settle), "replayed": timed(graphed(hand), repeats, settle)}
+    works = {"issued": hand, "replayed": graphed(hand)}
     for strategy in ("sequential", "fused", "push"):
         for mode, graphs in (("issued", False), ("replayed", True)):
             executor = hi.Executor(hi.lower(fusion, strategy), graphs=graphs)
@@ -156,21 +157,21 @@ def gathering(joined: Session, repeats: int) -> list[dict[str, Any]]:
                 executor(a, b, out=c)
             if graphs and executor.graph_refusal is not None:
                 continue
-            ours = timed(partial(executor, a, b, out=c), repeats, settle)
+            ours, by_hand = in_turn((partial(executor, a, b, out=c), works[mode]), repeats, settle)
             title = f"all-gather + matmul, {strategy}, {mode}"
-            results.append({"what": title, "ours us": ours, "by hand us": by_hand[mode], "ratio": ours / by_hand[mode]})
+            results.append({"what": title, "ours us": ours, "by hand us": by_hand, "ratio": ours / by_hand})
             settle()
             dist.barrier()  # no rank frees symmetric memory while others use it
     return results
 
 
 def eager(joined: Session, repeats: int) -> list[dict[str, Any]]:
-    """Return host times of calls without `out=`, by strategy and by hand. Results are dropped, or kept for 200 calls.
+    """Return host times of calls without `out=`, by strategy and by hand. Results are dropped, or 400 of them are kept.
 
     If results are dropped, torch's allocator uses their addresses again. If results are kept, no address repeats.
     """
     ranks, (M, N, K) = joined.size, (2048, 3584, 4096)
-    settle, kept = partial(torch.cuda.synchronize, joined.device), deque[Any](maxlen=200)
+    settle, kept = partial(torch.cuda.synchronize, joined.device), deque[Any](maxlen=400)
 
     def call(work: Callable[..., Any], keep: Callable[[Any], Any], parts: Sequence[torch.Tensor]) -> None:
         keep(work(*parts))
@@ -208,15 +209,11 @@ def eager(joined: Session, repeats: int) -> list[dict[str, Any]]:
         for strategy in ("sequential", *one_sided):
             executor = hi.Executor(hi.lower(fusion, strategy))
             for title, keep in (("dropped", lambda y: None), ("kept", kept.append)):
-                times = []
-                for work in (executor, hand):
-                    for _ in range(repeats + 5):  # torch's allocator gets the memory from CUDA
-                        call(work, keep, parts)
-                    settle()
-                    kept.clear()
-                    times.append(timed(partial(call, work, keep, parts), repeats, settle))
-                    kept.clear()
-                ours, by_hand = times
+                works = [partial(call, work, keep, parts) for work in (executor, hand)]
+                in_turn(works, repeats, settle)  # torch's allocator gets the memory from CUDA
+                kept.clear()
+                ours, by_hand = in_turn(works, repeats, settle)
+                kept.clear()
                 row = {"what": f"{what}, {strategy}, results {title}", "ours us": ours, "by hand us": by_hand}
                 counts = {"calls": calls_of(partial(executor, *parts)), "hand calls": calls_of(partial(hand, *parts))}
                 results.append({**row, "ratio": ours / by_hand, **counts})
@@ -247,15 +244,15 @@ def alone(joined: Session, repeats: int) -> list[dict[str, Any]]:
     c = torch.empty(SLICES, 1, 16, 64, device=device, dtype=torch.bfloat16)
     settle = partial(torch.cuda.synchronize, device)
     hand = partial(alone_by_hand, a, b, c, [torch.cuda.Stream(device) for _ in range(STREAMS)])
-    by_hand = {"issued": timed(hand, repeats, settle), "replayed": timed(graphed(hand), repeats, settle)}
+    works = {"issued": hand, "replayed": graphed(hand)}
     results = []
     for mode, graphs in (("issued", False), ("replayed", True)):
         executor = hi.Executor(program, kernels="aten", graphs=graphs)
         for _ in range(3):
             executor(a, b, out=c)
-        ours = timed(partial(executor, a, b, out=c), repeats, settle)
+        ours, by_hand = in_turn((partial(executor, a, b, out=c), works[mode]), repeats, settle)
         title = f"{SLICES} matmuls on {STREAMS} streams, {mode}"
-        results.append({"what": title, "ours us": ours, "by hand us": by_hand[mode], "ratio": ours / by_hand[mode]})
+        results.append({"what": title, "ours us": ours, "by hand us": by_hand, "ratio": ours / by_hand})
     return results
 
 
@@ -304,7 +301,7 @@ def layers(joined: Session, repeats: int) -> list[dict[str, Any]]:
             with torch.set_grad_enabled(mode in ("recorded", "with backward")):
                 call = partial(wrapped, called, x, weight)
                 call()
-                ours, by_hand = (timed(work, repeats, settle) for work in (call, partial(wrapped, hand, x, weight)))
+                ours, by_hand = in_turn((call, partial(wrapped, hand, x, weight)), repeats, settle)
                 row = {"what": f"{name}, {mode}", "ours us": ours, "by hand us": by_hand, "ratio": ours / by_hand}
                 # Autograd's thread of the GPU calls functions, too, which are not counted.
                 counts = {"calls": calls_of(call), "hand calls": calls_of(partial(wrapped, hand, x, weight))}

@@ -102,14 +102,14 @@ def call_of(entry: TapeEntry, stream: int) -> Call:
         call = Call("cuStreamWaitEvent", [stream, fields[0], 0, 0])
     else:
         assert entry.kind == LAUNCH
-        function, programs, threads, shared, ctas, dependent, cooperative, image, offsets = fields
-        assert (ctas, dependent, cooperative) == (1, False, False), "a launch without attributes"
+        function, sizes, shared, attributes, image, offsets = fields
+        assert not attributes, "a launch without attributes"
         call = Call("cuLaunchKernelEx", [])
         parameters = (ctypes.c_uint64 * (len(offsets) + 1))()
         start = call.pointer(image)
         for number, offset in enumerate(offsets):
             parameters[number] = start + offset
-        config = LaunchConfig(programs, 1, 1, threads, 1, 1, shared, stream, 0, 0)
+        config = LaunchConfig(*sizes, shared, stream, 0, 0)
         call.kept += [parameters, config]
         call.arguments = [ctypes.addressof(config), function, ctypes.addressof(parameters), 0]
     return call

@@ -32,6 +32,7 @@ __all__ = [
     "KERNELS",
     "KNOBS",
     "NATIVE",
+    "NATIVE_PRODUCTS",
     "PROFILE",
     "SPEC",
     "SYMMETRIC_LIMIT",
@@ -241,6 +242,15 @@ NATIVE: Knob[bool] = Knob(
     "that Triton needs, too. 0: Python issues all calls, which takes two to three times as long on the host.",
 )
 
+NATIVE_PRODUCTS: Knob[bool] = Knob(
+    "HOSTIR_NATIVE_PRODUCTS",
+    False,
+    "1 or 0",
+    _truth,
+    "1: native code also launches the kernels that cuBLAS chooses for matmuls in 16 bits. This is an experiment: it "
+    "was only tested with a fake driver. 0: torch calls cuBLAS.",
+)
+
 PROFILE: Knob[bool] = Knob(
     "HOSTIR_PROFILE",
     False,
@@ -262,7 +272,8 @@ TUNE: Knob[float] = Knob(
 )
 
 KNOBS: tuple[Knob[Path | None] | Knob[int] | Knob[int | None] | Knob[float] | Knob[str] | Knob[bool], ...] = (
-    *(DUMP, SPEC, TIMEOUT, KEEPALIVE, KERNELS, CACHE, SYMMETRIC_LIMIT, COMPARE_CALLS, NATIVE, PROFILE, TUNE),
+    *(DUMP, SPEC, TIMEOUT, KEEPALIVE, KERNELS, CACHE, SYMMETRIC_LIMIT, COMPARE_CALLS, NATIVE),
+    *(NATIVE_PRODUCTS, PROFILE, TUNE),
 )
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
+from hostir import knobs
 from hostir.call.executor import Executor
+from hostir.kernels import aten as kernels
 from hostir.machines.cuda import machine as cuda
 from tests.gpu.one_device import NAN, alone
 
@@ -92,3 +95,59 @@ def test_graphs_captured_on_one_stream_can_be_replayed_at_once(
     assert wrong(capture, stream) == 0
     monkeypatch.setattr(cuda, "BY_CUBLAS", ())
     assert wrong(capture, stream) > 0, "these shapes need no separate workspaces; try other shapes"
+
+
+def product(
+    shape: tuple[int, int, int], dtype: str, columns: bool, times: int = 1
+) -> tuple[Executor, Callable[[], Any]]:
+    """Return an executor of a product whose kernel native code may launch, and a function that makes operands."""
+    m, k, n = shape
+    body = f"  %c: {dtype}[{m}, {n}] = allocate\n" + "  matmul %a, %b -> %c\n" * times
+    with knobs.scope(native_products=True):
+        executor = Executor(
+            alone(body, f"%a: {dtype}[{m}, {k}], %b: {dtype}[{k}, {n}]"), machine="cuda", kernels="aten"
+        )
+
+    def operands() -> tuple[torch.Tensor, torch.Tensor]:
+        b = torch.randn(n, k).t() if columns else torch.randn(k, n)
+        return torch.randn(m, k).to(DTYPES[dtype]), b.to(DTYPES[dtype])
+
+    return executor, operands
+
+
+@pytest.mark.parametrize("columns", [False, True])
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+@pytest.mark.parametrize("shape", [(2048, 4096, 3584), (512, 4096, 1792), (8, 4096, 1792), (64, 256, 2), (100, 72, 36)])
+def test_native_code_computes_the_bits_of_torch_for_any_addresses(
+    shape: tuple[int, int, int], dtype: str, columns: bool, record_property: Callable[[str, object], None]
+) -> None:
+    executor, operands = product(shape, dtype, columns)
+    kept = []
+    for _ in range(8):
+        a, b = operands()
+        (c,) = executor(a, b)
+        expected = torch.empty_like(c)
+        kernels.matmul(expected, a, b)
+        kept.append((a, b, c, expected))
+    torch.cuda.synchronize()
+    assert all(torch.equal(c, expected) for _, _, c, expected in kept)
+    record_property("tape", executor.tape)
+    print(shape, dtype, "by columns" if columns else "by rows", executor.tape)
+    if shape[0] >= 512:
+        assert "by Python" not in executor.tape
+
+
+def test_products_on_two_streams_at_once_are_right_even_if_cublas_splits_their_sums() -> None:
+    """Native code launches no kernel that uses a workspace: two calls on different streams would share it."""
+    made = [product(*shape, columns=False, times=TIMES) for shape in (((256, 64, 16), "f16"), ((64, 257, 2), "bf16"))]
+    inputs = [operands() for _, operands in made]
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    expected = [executor(*each)[0].clone() for (executor, _), each in zip(made, inputs, strict=True)]
+    torch.cuda.synchronize()
+    for _ in range(REPLAYS):
+        results = []
+        for (executor, _), each, stream in zip(made, inputs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                results.append(executor(*each)[0])
+        torch.cuda.synchronize()
+        assert all(torch.equal(c, right) for c, right in zip(results, expected, strict=True))

@@ -19,6 +19,7 @@
 #include "cuda.h"
 
 #define MAX_ATTRIBUTES 4
+#define MAX_IMAGE 65536
 #define ALIGNMENT 64 /* of a CUtensorMap */
 
 typedef enum { LAUNCH, MEMORY, COPY, ROWS, RECORD, WAIT, KINDS } Kind;
@@ -84,6 +85,13 @@ static struct {
   CUresult (*cuCtxGetCurrent)(CUcontext *);
   CUresult (*cuCtxPushCurrent_v2)(CUcontext);
   CUresult (*cuCtxPopCurrent_v2)(CUcontext *);
+  CUresult (*cuGraphGetNodes)(CUgraph, CUgraphNode *, size_t *);
+  CUresult (*cuGraphNodeGetType)(CUgraphNode, CUgraphNodeType *);
+  CUresult (*cuGraphKernelNodeGetParams_v2)(CUgraphNode, CUDA_KERNEL_NODE_PARAMS *);
+  CUresult (*cuGraphKernelNodeGetAttribute)(CUgraphNode, CUlaunchAttributeID, CUlaunchAttributeValue *);
+  CUresult (*cuKernelGetFunction)(CUfunction *, CUkernel);
+  CUresult (*cuFuncGetParamInfo)(CUfunction, size_t, size_t *, size_t *);
+  CUresult (*cuFuncGetName)(const char **, CUfunction);
 } driver;
 
 static PyObject *driver_error; /* the exception that a run raises for a driver call that fails */
@@ -120,10 +128,16 @@ static PyObject *open_driver(PyObject *module, PyObject *arguments) {
       find("cuEventRecord", &driver.cuEventRecord) || find("cuStreamWaitEvent", &driver.cuStreamWaitEvent) ||
       find("cuTensorMapReplaceAddress", &driver.cuTensorMapReplaceAddress) ||
       find("cuGetErrorString", &driver.cuGetErrorString) || find("cuCtxGetCurrent", &driver.cuCtxGetCurrent) ||
-      find("cuCtxPushCurrent_v2", &driver.cuCtxPushCurrent_v2) || find("cuCtxPopCurrent_v2", &driver.cuCtxPopCurrent_v2)) {
+      find("cuCtxPushCurrent_v2", &driver.cuCtxPushCurrent_v2) || find("cuCtxPopCurrent_v2", &driver.cuCtxPopCurrent_v2) ||
+      find("cuGraphGetNodes", &driver.cuGraphGetNodes) || find("cuGraphNodeGetType", &driver.cuGraphNodeGetType) ||
+      find("cuGraphKernelNodeGetParams_v2", &driver.cuGraphKernelNodeGetParams_v2) ||
+      find("cuGraphKernelNodeGetAttribute", &driver.cuGraphKernelNodeGetAttribute) ||
+      find("cuKernelGetFunction", &driver.cuKernelGetFunction)) {
     driver.library = NULL;
     return NULL;
   }
+  if (find("cuFuncGetName", &driver.cuFuncGetName) || find("cuFuncGetParamInfo", &driver.cuFuncGetParamInfo))
+    PyErr_Clear(); /* a driver older than CUDA 12.4: only `kernel_of` needs them */
   Py_XSETREF(driver_error, Py_NewRef(error));
   Py_RETURN_NONE;
 }
@@ -254,17 +268,20 @@ static PyObject *run(Tape *tape, PyObject *registers) {
   return failure(tape->entries ? tape->entry[at].place : 0, code);
 }
 
-PyDoc_STRVAR(key_doc, "key(stream, registers, numbers, begin, end)\n--\n\n"
+PyDoc_STRVAR(key_doc, "key(stream, registers, numbers, begin, end, unit)\n--\n\n"
                       "Return a tuple of `stream`, and of a number for each register in the tuple `numbers`.\n\n"
-                      "It is the alignment of the tensor's address within 16 bytes, or the address itself if it is at\n"
-                      "least `begin` and below `end`. It is 0 for None.");
+                      "It is the alignment of the tensor's address within `unit` bytes, or the address itself if it is\n"
+                      "at least `begin` and below `end`. It is 0 for None.");
 
 static PyObject *key(PyObject *module, PyObject *arguments) {
   (void)module;
   PyObject *stream, *registers, *numbers;
-  unsigned long long begin, end;
-  if (!PyArg_ParseTuple(arguments, "OO!O!KK", &stream, &PyList_Type, &registers, &PyTuple_Type, &numbers, &begin, &end))
+  unsigned long long begin, end, unit;
+  if (!PyArg_ParseTuple(arguments, "OO!O!KKK", &stream, &PyList_Type, &registers, &PyTuple_Type, &numbers, &begin, &end,
+                        &unit))
     return NULL;
+  if (unit == 0)
+    return PyErr_Format(PyExc_ValueError, "a unit of 0 bytes");
   PyObject *result = PyTuple_New(PyTuple_GET_SIZE(numbers) + 1);
   if (result == NULL)
     return NULL;
@@ -274,7 +291,7 @@ static PyObject *key(PyObject *module, PyObject *arguments) {
     uint64_t address = 0;
     if (tensor == NULL || (tensor != Py_None && address_of(tensor, &address)))
       goto failed;
-    PyObject *number = PyLong_FromUnsignedLongLong(address >= begin && address < end ? address : address % 16);
+    PyObject *number = PyLong_FromUnsignedLongLong(address >= begin && address < end ? address : address % unit);
     if (number == NULL)
       goto failed;
     PyTuple_SET_ITEM(result, i + 1, number);
@@ -283,6 +300,94 @@ static PyObject *key(PyObject *module, PyObject *arguments) {
 failed:
   Py_DECREF(result);
   return NULL;
+}
+
+/* ---- reading a captured graph: it shows the kernel that cuBLAS launches for a product */
+
+/* Copy the parameters of a kernel into `image`, each at its offset. Returns a tuple of the offsets. */
+static PyObject *read_parameters(CUfunction function, void **parameters, char *image, size_t *size) {
+  PyObject *offsets = PyList_New(0), *result;
+  size_t at, length;
+  *size = 0;
+  for (size_t i = 0; offsets && driver.cuFuncGetParamInfo(function, i, &at, &length) == CUDA_SUCCESS; i++) {
+    if (at + length > MAX_IMAGE) {
+      PyErr_SetString(PyExc_ValueError, "its parameters are too large");
+      Py_CLEAR(offsets);
+      break;
+    }
+    memcpy(image + at, parameters[i], length);
+    *size = at + length > *size ? at + length : *size;
+    PyObject *offset = PyLong_FromSize_t(at);
+    if (offset == NULL || PyList_Append(offsets, offset))
+      Py_CLEAR(offsets);
+    Py_XDECREF(offset);
+  }
+  result = offsets ? PyList_AsTuple(offsets) : NULL;
+  Py_XDECREF(offsets);
+  return result;
+}
+
+/* Read the attributes of a kernel's node that are not the usual ones, and return their number. */
+static Py_ssize_t read_attributes(CUgraphNode node, CUlaunchAttribute *attributes) {
+  static const CUlaunchAttributeID known[MAX_ATTRIBUTES] = {
+      CU_LAUNCH_ATTRIBUTE_COOPERATIVE, CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION,
+      CU_LAUNCH_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE, CU_LAUNCH_ATTRIBUTE_PREFERRED_CLUSTER_DIMENSION};
+  static const CUlaunchAttributeValue usual;
+  Py_ssize_t count = 0;
+  for (int i = 0; i < MAX_ATTRIBUTES; i++) {
+    CUlaunchAttribute *each = &attributes[count];
+    memset(each, 0, sizeof *each);
+    each->id = known[i];
+    if (driver.cuGraphKernelNodeGetAttribute(node, known[i], &each->value) == CUDA_SUCCESS)
+      count += memcmp(&each->value, &usual, sizeof usual) != 0;
+  }
+  return count;
+}
+
+PyDoc_STRVAR(kernel_of_doc, "kernel_of(graph)\n--\n\n"
+                            "Return the name of a CUDA graph's only kernel, and the fields of its launch in a tape.\n\n"
+                            "`graph` is a handle. Raises ValueError if the graph is not a single kernel.");
+
+static PyObject *kernel_of(PyObject *module, PyObject *number) {
+  (void)module;
+  static char image[MAX_IMAGE]; /* no other thread uses it, as the GIL is held */
+  CUlaunchAttribute attributes[MAX_ATTRIBUTES];
+  CUDA_KERNEL_NODE_PARAMS node = {0};
+  CUgraphNode first = NULL;
+  CUgraphNodeType type;
+  CUresult code;
+  const char *name = NULL;
+  size_t count = 0, size;
+  CUgraph graph = PyLong_AsVoidPtr(number);
+  if (graph == NULL)
+    return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "there is no graph");
+  if (driver.library == NULL)
+    return PyErr_Format(PyExc_RuntimeError, "no driver is open");
+  if (driver.cuFuncGetName == NULL || driver.cuFuncGetParamInfo == NULL)
+    return PyErr_Format(PyExc_ValueError, "the CUDA driver is older than 12.4");
+  if ((code = driver.cuGraphGetNodes(graph, NULL, &count)) != CUDA_SUCCESS)
+    return failure(0, code);
+  if (count != 1)
+    return PyErr_Format(PyExc_ValueError, "it takes %zu steps on the device", count);
+  if ((code = driver.cuGraphGetNodes(graph, &first, &count)) != CUDA_SUCCESS ||
+      (code = driver.cuGraphNodeGetType(first, &type)) != CUDA_SUCCESS)
+    return failure(0, code);
+  if (type != CU_GRAPH_NODE_TYPE_KERNEL)
+    return PyErr_Format(PyExc_ValueError, "it is no kernel");
+  if ((code = driver.cuGraphKernelNodeGetParams_v2(first, &node)) != CUDA_SUCCESS ||
+      (node.func == NULL && (code = driver.cuKernelGetFunction(&node.func, node.kern)) != CUDA_SUCCESS) ||
+      (code = driver.cuFuncGetName(&name, node.func)) != CUDA_SUCCESS)
+    return failure(0, code);
+  if (node.kernelParams == NULL)
+    return PyErr_Format(PyExc_ValueError, "its parameters cannot be read");
+  memset(image, 0, sizeof image);
+  PyObject *offsets = read_parameters(node.func, node.kernelParams, image, &size);
+  if (offsets == NULL)
+    return NULL;
+  Py_ssize_t bytes = read_attributes(first, attributes) * (Py_ssize_t)sizeof(CUlaunchAttribute);
+  return Py_BuildValue("s(K(IIIIII)Iy#y#N)", name, (unsigned long long)(uintptr_t)node.func, node.gridDimX,
+                       node.gridDimY, node.gridDimZ, node.blockDimX, node.blockDimY, node.blockDimZ,
+                       node.sharedMemBytes, (char *)attributes, bytes, image, (Py_ssize_t)size, offsets);
 }
 
 /* ---- making a tape */
@@ -296,40 +401,27 @@ static void *aligned(size_t size) {
   return memory;
 }
 
-/* A launch: (function, programs, threads, shared bytes, CTAs of a cluster, dependent, cooperative, image, offsets). */
+/* A launch: (function, six sizes of grid and block, shared bytes, attributes, image, offsets).
+ *
+ * `attributes` are the bytes of an array of CUlaunchAttribute. `image` contains the parameters, at `offsets`. */
 static int make_launch(Entry *entry, PyObject *fields) {
   unsigned long long function;
-  unsigned programs, threads, shared, ctas;
-  int dependent, cooperative, made = 0;
-  const char *image;
-  Py_ssize_t size, count;
+  const char *attributes, *image;
+  Py_ssize_t size, count, bytes;
   PyObject *offsets;
-  if (!PyArg_ParseTuple(fields, "KIIIIppy#O!", &function, &programs, &threads, &shared, &ctas, &dependent, &cooperative,
-                        &image, &size, &PyTuple_Type, &offsets))
+  CUlaunchConfig *config = &entry->launch.config;
+  *config = (CUlaunchConfig){.attrs = entry->launch.attributes};
+  if (!PyArg_ParseTuple(fields, "K(IIIIII)Iy#y#O!", &function, &config->gridDimX, &config->gridDimY, &config->gridDimZ,
+                        &config->blockDimX, &config->blockDimY, &config->blockDimZ, &config->sharedMemBytes, &attributes,
+                        &bytes, &image, &size, &PyTuple_Type, &offsets))
     return -1;
   count = PyTuple_GET_SIZE(offsets);
-  CUlaunchConfig *config = &entry->launch.config;
-  *config = (CUlaunchConfig){.gridDimX = programs * ctas, .gridDimY = 1, .gridDimZ = 1, .blockDimX = threads,
-                             .blockDimY = 1, .blockDimZ = 1, .sharedMemBytes = shared};
-  CUlaunchAttribute *attributes = entry->launch.attributes;
-  if (dependent) {
-    attributes[made].id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
-    attributes[made++].value.programmaticStreamSerializationAllowed = 1;
+  if (bytes % (Py_ssize_t)sizeof(CUlaunchAttribute) || bytes > (Py_ssize_t)sizeof entry->launch.attributes) {
+    PyErr_SetString(PyExc_ValueError, "not an array of CUlaunchAttribute, or too long");
+    return -1;
   }
-  if (cooperative) {
-    attributes[made].id = CU_LAUNCH_ATTRIBUTE_COOPERATIVE;
-    attributes[made++].value.cooperative = 1;
-  }
-  if (ctas != 1) {
-    attributes[made].id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
-    attributes[made].value.clusterDim.x = ctas;
-    attributes[made].value.clusterDim.y = 1;
-    attributes[made++].value.clusterDim.z = 1;
-    attributes[made].id = CU_LAUNCH_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE;
-    attributes[made++].value.clusterSchedulingPolicyPreference = CU_CLUSTER_SCHEDULING_POLICY_SPREAD;
-  }
-  config->attrs = attributes;
-  config->numAttrs = (unsigned)made;
+  memcpy(entry->launch.attributes, attributes, (size_t)bytes);
+  config->numAttrs = (unsigned)(bytes / (Py_ssize_t)sizeof(CUlaunchAttribute));
   entry->launch.function = (CUfunction)(uintptr_t)function;
   entry->launch.size = (size_t)size;
   entry->launch.image = aligned((size_t)size);
@@ -592,6 +684,7 @@ static PyTypeObject TapeType = {
 static PyMethodDef functions[] = {
     {"open", open_driver, METH_VARARGS, open_doc},
     {"key", key, METH_VARARGS, key_doc},
+    {"kernel_of", kernel_of, METH_O, kernel_of_doc},
     {NULL, NULL, 0, NULL},
 };
 

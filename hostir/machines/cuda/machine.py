@@ -27,7 +27,7 @@ from hostir.kernels.dtypes import torch_dtype
 from hostir.kernels.layout import Words
 from hostir.kernels.repeats import Kernel
 from hostir.kernels.table import kernel_for
-from hostir.knobs import NATIVE, PROFILE
+from hostir.knobs import NATIVE, NATIVE_PRODUCTS, PROFILE
 from hostir.machines.binding import MAX_PLANS, Step
 from hostir.machines.cuda import FEW
 from hostir.machines.cuda.binder import CudaBinder
@@ -77,6 +77,7 @@ class CudaMachine:
         self.cublas_streams: dict[int, CublasStreams] = {}
         self.profiled = PROFILE.get()
         self.launcher = launcher() if NATIVE.get() and not self.profiled else None  # None: Python issues all steps
+        self.products = NATIVE_PRODUCTS.get()
 
     def kernel(self, op: ComputeOp) -> Kernel:
         """Return the kernel of a computation. During captures, it calls cuBLAS on a private stream."""
@@ -155,7 +156,8 @@ class CudaPlan:
         self.steps = binder.steps
         self.cursor: Iterator[Step] = iter(self.steps)  # its position says how many steps the latest run has begun
         self.issuing = self.in_python = IssuedSteps.of(self.steps)  # what the latest run issues
-        self.tapes = Tapes(machine.launcher) if machine.launcher is not None and timeline is None else None
+        taped = machine.launcher is not None and timeline is None
+        self.tapes = Tapes(machine.launcher, machine.products) if taped else None
         self.in_captures = binder.in_captures  # by position: the steps that a capture issues instead
         self.ops = binder.ops  # the operation of each step
         self.switches = binder.switches  # the steps that only make another stream the current one, and this stream

@@ -21,6 +21,9 @@ from hostir.kernels.parameters import TAPING, KernelLaunch, packed
 from hostir.machines.cuda.driver import AT_LEAST, WAIT, Memcpy2D, MemoryOp
 
 LAUNCH, MEMORY, COPY, ROWS, RECORD, AWAIT = range(6)  # kinds of entries, as in launcher.c
+# The driver's enum CUlaunchAttributeID, and a value of its enum CUclusterSchedulingPolicy.
+COOPERATIVE, CLUSTER, CLUSTER_SCHEDULING, DEPENDENT = 2, 4, 5, 6
+SPREAD = 1
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,11 @@ class Segment:
         return "\n".join(map(str, self.entries))
 
 
+def attribute(number: int, *value: int) -> bytes:
+    """Return the bytes of the driver's struct CUlaunchAttribute."""
+    return struct.pack("<I4x", number) + struct.pack(f"<{len(value)}I", *value).ljust(64, b"\0")
+
+
 class Launched(Protocol):
     """The interface of a compiled kernel that a tape can record."""
 
@@ -204,10 +212,12 @@ class TapeWriter:
             self.complete = False
             return
         addresses = [self.address(at, value, is_map=is_map) for at, value, is_map in places]
-        fields = (
-            *(launch.function, programs, 32 * launch.warps, launch.shared, launch.ctas),
-            *(launch.dependent, launch.cooperative, image, tuple(offsets)),
-        )
+        attributes = attribute(DEPENDENT, 1) if launch.dependent else b""
+        attributes += attribute(COOPERATIVE, 1) if launch.cooperative else b""
+        if launch.ctas != 1:
+            attributes += attribute(CLUSTER, launch.ctas, 1, 1) + attribute(CLUSTER_SCHEDULING, SPREAD)
+        sizes = (programs * launch.ctas, 1, 1, 32 * launch.warps, 1, 1)
+        fields = (launch.function, sizes, launch.shared, attributes, image, tuple(offsets))
         text = f"launch {launch.name} x {programs}({', '.join(map(str, addresses))})"
         self.add(LAUNCH, stream, fields, addresses, text)
 

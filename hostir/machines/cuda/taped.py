@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hostir.machines.binding import Step
 from hostir.machines.cuda.native import native
+from hostir.machines.cuda.products import UNIT, record_product
 from hostir.machines.cuda.tape import Memory, Segment, TapeEntry, TapeWriter
 from hostir.plan.operations import CALLER, AllocateOp, CollectiveOp, ComputeOp, ViewOp
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from hostir.machines.cuda.machine import CudaPlan
 
 MANY = 1000
+ALIGNMENT = 16  # bytes: Triton compiles kernels for the alignment of addresses within this unit
 MAX_TAPES = 8  # the number of tapes that a plan keeps: callers have few streams, and most tensors are aligned
 aten = torch.ops.aten
 WITHOUT_WORK = aten.empty_strided.default, aten.record_stream.default  # beside the operators that make views
@@ -63,10 +65,14 @@ class Tapes:
     An address on a tape belongs to one tensor. In a run whose tensors overlap, it could belong to several. So a run is
     not recorded if two of the caller's tensors overlap. If the caller passes a tensor in this rank's symmetric memory,
     which has fixed addresses, the key has the address of the tensor.
+
+    Args:
+        module: the native launcher.
+        products: True to record products by cuBLAS.
     """
 
-    def __init__(self, module: Any) -> None:
-        self.module = module
+    def __init__(self, module: Any, products: bool = False) -> None:
+        self.module, self.products = module, products
         self.registers: tuple[int, ...] | None = None  # of the caller's tensors; None before the first run
         self.symmetric = range(0)  # the addresses of this rank's symmetric memory
         self.by_key: dict[tuple[int, ...], IssuedSteps | None] = {}  # None: seen once
@@ -79,7 +85,8 @@ class Tapes:
             if ranges := ranges_of(plan, own):
                 self.symmetric = range(ranges[0].start, max(each.stop for each in ranges))
         symmetric, caller = self.symmetric, plan.streams[CALLER].cuda_stream
-        key = self.module.key(caller, plan.registers, self.registers, symmetric.start, symmetric.stop)
+        unit = UNIT if self.products and plan.in_captures else ALIGNMENT
+        key = self.module.key(caller, plan.registers, self.registers, symmetric.start, symmetric.stop, unit)
         if key in self.by_key:
             return self.by_key[key] or self.recording(plan, key, self.registers)
         if len(self.by_key) >= MAX_TAPES:
@@ -107,7 +114,7 @@ class Tapes:
 
         If only torch can issue the steps, the plan needs no tapes: Python issues all later runs.
         """
-        taped = TapedRun(plan, self.module, key[0])
+        taped = TapedRun(plan, self.module, key[0], self.products)
         self.by_key[key] = taped.tape(ends)
         if not taped.has_segments:
             plan.tapes = None
@@ -128,10 +135,12 @@ class TapedRun:
         plan: the plan, with the tensors of a call in its registers.
         module: the native launcher.
         caller: the handle of the caller's stream.
+        products: True to record products by cuBLAS.
     """
 
-    def __init__(self, plan: CudaPlan, module: Any, caller: int) -> None:
-        self.plan, self.module = plan, module
+    def __init__(self, plan: CudaPlan, module: Any, caller: int, products: bool) -> None:
+        self.plan, self.module, self.products = plan, module, products
+        self.reasons: dict[int, str] = {}  # by step: why native code cannot issue a product
         self.streams = (*(stream.cuda_stream for stream in plan.machine.streams), caller)
         self.pending: list[TapeEntry] = []  # entries that are not in a segment yet
         self.steps: list[Step] = []
@@ -156,6 +165,10 @@ class TapedRun:
                 step()
                 by_nccl = op.by_group and not (isinstance(op, CollectiveOp) and op.by)
                 recorded = writer.complete and not work.seen and not by_nccl
+                if not recorded and self.products and number in plan.in_captures:
+                    writer.entries, writer.complete = [], True
+                    self.reasons[number] = record_product(plan, number, self.module, writer)
+                    recorded = writer.complete and not self.reasons[number]
                 entries.append(writer.entries if recorded else ())
         with torch.cuda.device(plan.machine.device):  # in this thread it may be another one
             bind_thread(plan.machine.device)
@@ -181,7 +194,8 @@ class TapedRun:
             elif not isinstance(op, ViewOp):
                 if not isinstance(op, AllocateOp):
                     self.flush(number)
-                    self.lines.append(f"by Python: {plan.unrolled.describe(op)}")
+                    reason = f", as {self.reasons[number]}" if self.reasons.get(number) else ""
+                    self.lines.append(f"by Python: {plan.unrolled.describe(op)}{reason}")
                     self.issued += 1 if isinstance(op, ComputeOp) else MANY
                 if switch is not None and stream != now:
                     self.add(switch, number)

@@ -122,3 +122,67 @@ CUresult cuTensorMapReplaceAddress(CUtensorMap *map, void *address) {
   map->opaque[15]++; /* how often */
   return CUDA_SUCCESS;
 }
+
+/* Graphs. The tests make them: a graph is its only node, unless it counts more of them. */
+typedef struct {
+  size_t nodes;
+  int type;
+  CUfunction function;
+  CUkernel kernel;
+  unsigned sizes[7]; /* grid, block, shared memory */
+  void **parameters;
+  CUlaunchAttribute attributes[2];
+} Graph;
+
+CUresult cuGraphGetNodes(CUgraph graph, CUgraphNode *nodes, size_t *count) {
+  if (nodes != NULL)
+    *nodes = (CUgraphNode)graph;
+  *count = ((Graph *)graph)->nodes;
+  return next();
+}
+
+CUresult cuGraphNodeGetType(CUgraphNode node, CUgraphNodeType *type) {
+  *type = (CUgraphNodeType)((Graph *)node)->type;
+  return next();
+}
+
+CUresult cuGraphKernelNodeGetParams_v2(CUgraphNode node, CUDA_KERNEL_NODE_PARAMS *parameters) {
+  Graph *graph = (Graph *)node;
+  parameters->func = graph->function;
+  parameters->kern = graph->kernel;
+  memcpy(&parameters->gridDimX, graph->sizes, sizeof graph->sizes);
+  parameters->kernelParams = graph->parameters;
+  return next();
+}
+
+CUresult cuGraphKernelNodeGetAttribute(CUgraphNode node, CUlaunchAttributeID id, CUlaunchAttributeValue *value) {
+  for (int i = 0; i < 2; i++)
+    if (((Graph *)node)->attributes[i].id == id)
+      *value = ((Graph *)node)->attributes[i].value;
+  return id == CU_LAUNCH_ATTRIBUTE_PREFERRED_CLUSTER_DIMENSION ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+}
+
+CUresult cuKernelGetFunction(CUfunction *function, CUkernel kernel) {
+  *function = (CUfunction)kernel;
+  return next();
+}
+
+CUresult cuFuncGetName(const char **name, CUfunction function) {
+  (void)function;
+  *name = "gemm";
+  return next();
+}
+
+CUresult cuFuncGetParamInfo(CUfunction function, size_t number, size_t *offset, size_t *size) {
+  size_t end = 0, i = 0;
+  for (const char *letter = (const char *)function; *letter; letter++, i++) {
+    size_t length = *letter == 'm' ? 128 : *letter == 'p' || *letter == 'l' ? 8 : *letter == 'b' ? 1 : 4;
+    size_t unit = *letter == 'm' ? 64 : length;
+    *offset = (end + unit - 1) / unit * unit;
+    *size = length;
+    end = *offset + length;
+    if (i == number)
+      return CUDA_SUCCESS;
+  }
+  return CUDA_ERROR_INVALID_VALUE;
+}

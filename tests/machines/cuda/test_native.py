@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,16 @@ from hostir.kernels import parameters
 from hostir.kernels.parameters import KernelLaunch, packed, parameter_types
 from hostir.machines.cuda.driver import Memcpy2D, wait_at_least, write
 from hostir.machines.cuda.native import SOURCE, DriverError, build, native
-from hostir.machines.cuda.tape import Memory, Segment, TapeWriter
+from hostir.machines.cuda.tape import (
+    CLUSTER,
+    CLUSTER_SCHEDULING,
+    LAUNCH,
+    Memory,
+    Segment,
+    TapeEntry,
+    TapeWriter,
+    attribute,
+)
 
 NO_COMPILER = pytest.mark.skipif(shutil.which("cc") is None, reason="for lack of a C compiler")
 pytestmark = NO_COMPILER
@@ -213,13 +223,13 @@ def test_a_key_has_alignments_and_the_addresses_of_a_range(module: Any) -> None:
     x = torch.empty(64, dtype=torch.uint8)
     at = x.data_ptr()
     registers = [x[3:], None, 0x1008, x, 0x2000]
-    assert module.key(7, registers, (0, 1, 2, 3, 4), 0x2000, 0x2001) == (7, (at + 3) % 16, 0, 8, at % 16, 0x2000)
-    assert module.key(7, registers, (2, 4), 0x1008, 0x2000) == (7, 0x1008, 0)
+    assert module.key(7, registers, (0, 1, 2, 3, 4), 0x2000, 0x2001, 16) == (7, (at + 3) % 16, 0, 8, at % 16, 0x2000)
+    assert module.key(7, registers, (2, 4), 0x1008, 0x2000, 256) == (7, 0x1008, 0)
     for numbers in ((5,), (-9,), ("x",)):
         with pytest.raises((IndexError, TypeError)):
-            module.key(7, registers, numbers, 0, 0)
+            module.key(7, registers, numbers, 0, 0, 16)
     with pytest.raises(AttributeError):
-        module.key(7, ["x"], (0,), 0, 0)
+        module.key(7, ["x"], (0,), 0, 0, 16)
 
 
 def test_nothing_is_copied_to_where_it_is(module: Any, driver: FakeDriver) -> None:
@@ -264,12 +274,15 @@ def test_what_does_not_fit_a_tape_is_refused(module: Any, driver: FakeDriver) ->
     for slots, streams in (((0, -1), HANDLES), ((0, "x"), HANDLES), ((0, 1), (1, 2.5)), ((0, 1), (1, -2))):
         with pytest.raises((TypeError, OverflowError, ValueError)):
             module.Tape(every_entry().rows, every_entry().patches, slots, streams, 0)
-    launch = ((0, 0, 0, (0, 1, 1, 1, 1, False, False, bytes(8), (0,))),)
+    sizes = (1, 1, 1, 1, 1, 1)
+    launch = ((0, 0, 0, (0, sizes, 1, b"", bytes(8), (0,))),)
     event = ((4, 0, 0, (0x77,)),)
     for entries, patches in [
         (((9, 0, 0, ()),), ()),  # no such kind
         (((4, 0, 7, (0x77,)),), ()),  # no such stream
-        (((0, 0, 0, (0, 1, 1, 1, 1, False, False, bytes(8), (8,))),), ()),  # a parameter outside
+        (((0, 0, 0, (0, sizes, 1, b"", bytes(8), (8,))),), ()),  # a parameter outside
+        (((0, 0, 0, (0, sizes, 1, bytes(71), bytes(8), (0,))),), ()),  # part of an attribute
+        (((0, 0, 0, (0, sizes, 1, bytes(5 * 72), bytes(8), (0,))),), ()),  # too many attributes
         (((1, 0, 0, (bytes(47),)),), ()),
         (((3, 0, 0, (bytes(47),)),), ()),
         (launch, ((0, 0, 1, 0, False),)),  # the address would not end within the parameters
@@ -281,6 +294,80 @@ def test_what_does_not_fit_a_tape_is_refused(module: Any, driver: FakeDriver) ->
         with pytest.raises(ValueError, match=r"a stream|a parameter|not an array|not a CUDA_MEMCPY2D|patch"):
             module.Tape(entries, patches, (0, 1), HANDLES, 0)
     assert driver.take() == []
+
+
+class Graph(ctypes.Structure):
+    """A graph of the fake driver, which is its only node unless it counts more."""
+
+    _fields_ = (
+        *(("nodes", ctypes.c_size_t), ("type", ctypes.c_int), ("function", ctypes.c_void_p)),
+        *(("kernel", ctypes.c_void_p), ("sizes", ctypes.c_uint * 7), ("parameters", ctypes.c_void_p)),
+        ("attributes", ctypes.c_char * 144),
+    )
+
+    @staticmethod
+    def of(image: bytes, offsets: Sequence[int], function: int, attributes: bytes = b"", **others: Any) -> Graph:
+        """Return a graph whose kernel has these parameters. The graph keeps them."""
+        memory = ctypes.create_string_buffer(image, len(image))
+        where = (ctypes.c_void_p * len(offsets))(*(ctypes.addressof(memory) + offset for offset in offsets))
+        graph = Graph(nodes=1, type=0, function=function, sizes=(4, 2, 3, 32, 1, 2, 512), **others)
+        graph.parameters, graph.kept = ctypes.addressof(where), (memory, where)
+        ctypes.memmove(ctypes.addressof(graph) + Graph.attributes.offset, attributes, len(attributes))
+        return graph
+
+    @property
+    def handle(self) -> int:
+        return ctypes.addressof(self)
+
+
+GEMM = ctypes.create_string_buffer(b"ipmb")  # a number, an address, a tensor map and a byte
+AT = 0, 8, 64, 192
+PARAMETERS = struct.pack("<i4xQ48x16Qb", 7, 0x10020, 0x20000, *range(15), 1)
+
+
+@pytest.mark.parametrize("attributes", [b"", attribute(CLUSTER, 2, 1, 1) + attribute(CLUSTER_SCHEDULING, 1)])
+@pytest.mark.parametrize("by", ["function", "kernel"])
+def test_a_kernel_in_a_graph_is_launched_as_it_was_captured(
+    by: str, attributes: bytes, module: Any, driver: FakeDriver
+) -> None:
+    graph = Graph.of(PARAMETERS, AT, 0, attributes)
+    setattr(graph, by, ctypes.addressof(GEMM))
+    name, fields = module.kernel_of(graph.handle)
+    assert name == "gemm"
+    assert fields == (ctypes.addressof(GEMM), (4, 2, 3, 32, 1, 2), 512, attributes, PARAMETERS, AT)
+    native(module, Segment((TapeEntry(LAUNCH, 0, 1, fields, (), ""),), ()), HANDLES)([])
+    numbers = " 4 5" if attributes else ""
+    assert driver.take() == [f"0x200: launch 4x32 shared 512 attributes{numbers} ( 7 10020 map 20000/e 1 )"]
+
+
+def test_a_graph_that_is_not_one_kernel_is_refused(module: Any, driver: FakeDriver) -> None:
+    for changed, reason in (
+        ({"nodes": 0}, "it takes 0 steps on the device"),
+        ({"nodes": 2}, "it takes 2 steps on the device"),
+        ({"type": 2}, "it is no kernel"),
+        ({"parameters": None}, "its parameters cannot be read"),
+    ):
+        graph = Graph.of(PARAMETERS, AT, ctypes.addressof(GEMM))
+        for name, value in changed.items():
+            setattr(graph, name, value)
+        with pytest.raises(ValueError, match=reason):
+            module.kernel_of(graph.handle)
+    large = ctypes.create_string_buffer(b"m" * 513)
+    with pytest.raises(ValueError, match="its parameters are too large"):
+        module.kernel_of((graph := Graph.of(bytes(1 << 17), range(0, 128 * 513, 128), ctypes.addressof(large))).handle)
+    with pytest.raises(ValueError, match="there is no graph"):
+        module.kernel_of(0)
+    with pytest.raises(TypeError):
+        module.kernel_of("x")
+
+
+@pytest.mark.parametrize("call", range(5))
+def test_a_graph_that_cannot_be_read_is_an_error_of_the_driver(call: int, module: Any, driver: FakeDriver) -> None:
+    graph = Graph.of(PARAMETERS, AT, 0, kernel=ctypes.addressof(GEMM))
+    driver.take()
+    driver.fail(call)
+    with pytest.raises(DriverError, match="an illegal memory access was encountered"):
+        module.kernel_of(graph.handle)
 
 
 def test_types_of_parameters_are_those_that_triton_passes() -> None:

@@ -30,11 +30,11 @@ from hostir.kernels.devices import StandIn
 from hostir.kernels.matmul.prepared import MatmulLaunch
 from hostir.kernels.parameters import TAPING, KernelLaunch
 from hostir.machines.binding import places
-from hostir.machines.cuda import blocks, copies, credits, flags, machine, native, streams
+from hostir.machines.cuda import blocks, copies, credits, flags, machine, native, products, streams
 from hostir.machines.cuda import driver as cuda_driver
-from hostir.machines.cuda.tape import Segment, TapeWriter
+from hostir.machines.cuda.tape import LAUNCH, Segment, TapeEntry, TapeWriter
 from hostir.machines.cuda.taped import IssuedSteps, Tapes
-from hostir.plan.operations import NONE, AllocateOp
+from hostir.plan.operations import NONE, AllocateOp, ComputeOp
 from tests.counting import calls_of
 from tests.kernels.hopper import Hopper, hopper, inputs_of
 from tests.machines.cuda.test_native import NO_COMPILER, FakeDriver, driver, module
@@ -48,6 +48,7 @@ class Stream:
     """A stream with a handle."""
 
     handles = itertools.count(0x1000, 0x10)
+    priority = 0
 
     def __init__(self, *_: object, **__: object) -> None:
         self.cuda_stream = next(self.handles)
@@ -411,3 +412,127 @@ def test_a_call_of_the_driver_that_fails_names_its_statement(
     driver.fail(-1)
     assert plan.machine.groups.abandoned, "peers may wait for the rest of the call"
     assert failed.value.diagnostics[0].span is not None
+
+
+class Products:
+    """Makes the products of a plan launches of a fake kernel of cuBLAS, which captures show.
+
+    The kernel's parameters are a number, the address of the left operand in a tensor map, and the other addresses.
+    """
+
+    number = 7  # what the kernel depends on besides addresses
+
+    def __init__(self, plan: Any, module: Any) -> None:
+        self.plan, self.module = plan, module
+        self.kernel = ctypes.create_string_buffer(b"impp")
+        self.captures: list[int] = []  # the streams
+        for n in plan.in_captures:
+            plan.steps[n] = partial(self.product, plan.ops[n])
+
+    def fields(self, op: ComputeOp) -> tuple[Any, ...]:
+        left, right, out = (self.plan.registers[i].data_ptr() for i in (*op.operands, op.out))
+        image = struct.pack("<i60x16Q2Q", self.number, left + 64, *range(15), right, out)
+        return ctypes.addressof(self.kernel), (4, 2, 1, 32, 1, 1), 512, b"", image, (0, 64, 192, 200)
+
+    def product(self, op: ComputeOp) -> None:
+        torch.zeros(1)  # torch issues it
+        entry = TapeEntry(LAUNCH, 0, 0, self.fields(op), (), "")
+        native.native(self.module, Segment((entry,), ()), (Current.stream.cuda_stream,))([])
+
+    def launch_of(self, step: Any, stream: Stream, module: Any) -> tuple[str, tuple[Any, ...]]:
+        """Stand for products.launch_of."""
+        self.captures.append(stream.cuda_stream)
+        return "gemm", self.fields(*step.args)
+
+
+@pytest.fixture
+def gathered(gpu: Hopper, module: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[hi.Program, Any, Products]:
+    """An all-gather + matmul by `ring` and cuBLAS, whose products native code may launch."""
+    program = hi.lower(FUSIONS["gathered"](), "ring")
+    plan = gpu.plan(program, 0, "cublas", inputs_of(program, 0))
+    cublas = Products(plan, module)
+    monkeypatch.setattr(products, "launch_of", cublas.launch_of)
+    monkeypatch.setattr(products, "streams_of_trials", lambda device: (STREAMS[1], STREAMS[2]))
+    plan.tapes = Tapes(module, products=True)
+    return program, plan, cublas
+
+
+def test_native_code_launches_the_kernels_of_cublas_for_any_addresses(
+    gathered: tuple[hi.Program, Any, Products], driver: FakeDriver
+) -> None:
+    program, plan, cublas = gathered
+    logs = [issued(plan, inputs_of(program, 0), driver) for _ in range(5)]
+    assert sum("launch 4x32 shared 512" in line for line in logs[0]) == len(plan.in_captures) == 2
+    assert all(relative(log) == relative(logs[0]) for log in logs)
+    assert cublas.captures == [STREAMS[1].cuda_stream, STREAMS[2].cuda_stream] * 2
+    text = plan.tapes.latest.text
+    assert "by Python" not in text
+    assert "stream 1: launch gemm x 8(%a_shared of rank 0+64, %b, %c)" in text
+    assert len(plan.tapes.latest.steps) == 2, "an allocation and a segment"
+
+
+def test_a_tape_with_a_kernel_of_cublas_is_for_one_alignment_within_256_bytes(
+    gathered: tuple[hi.Program, Any, Products], driver: FakeDriver
+) -> None:
+    program, plan, _ = gathered
+    for offset in (0, 0, 16, 256, 16):
+        inputs = inputs_of(program, 0)
+        x = inputs[1]
+        inputs[1] = StandIn.of(x.shape, x.stride(), x.dtype, x.device, (1 << 50) + offset)
+        issued(plan, inputs, driver)
+    assert [taped is not None for taped in plan.tapes.by_key.values()] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"number": property(lambda cublas: len(cublas.captures))}, "its kernel depends on more than the addresses"),
+        ({"launch_of": lambda *_: (_ for _ in ()).throw(ValueError("it takes 2 steps"))}, "it takes 2 steps"),
+        ({"launch_of": lambda *_: (_ for _ in ()).throw(RuntimeError("CUDA error\nmore"))}, "CUDA error"),
+    ],
+)
+def test_torch_calls_cublas_if_the_kernel_cannot_be_recorded(
+    change: dict[str, Any],
+    reason: str,
+    gathered: tuple[hi.Program, Any, Products],
+    driver: FakeDriver,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    program, plan, cublas = gathered
+    for name, value in change.items():
+        monkeypatch.setattr(Products, name, value)
+    monkeypatch.setattr(products, "launch_of", cublas.launch_of)
+    logs = [issued(plan, inputs_of(program, 0), driver) for _ in range(4)]
+    lines = [line for line in plan.tapes.latest.text.splitlines() if line.startswith("by Python")]
+    assert len(lines) == len(plan.in_captures) == 2
+    assert all(f", as {reason}" in line for line in lines)
+    assert [len(log) for log in logs] == [len(logs[0])] * 4
+    assert all(register is None or plan.blank[i] is register for i, register in enumerate(plan.registers))
+
+
+def test_products_that_read_torchs_settings_remain_with_torch(
+    gathered: tuple[hi.Program, Any, Products], driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, plan, cublas = gathered
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_fp16_accumulation", True)
+    for _ in range(3):
+        issued(plan, inputs_of(program, 0), driver)
+    assert "as torch allows sums in f16" in plan.tapes.latest.text
+    assert not cublas.captures
+
+
+def test_operands_are_moved_to_memory_of_the_same_layout_and_alignment() -> None:
+    memory = torch.empty(4096, dtype=torch.uint8)
+    begin = -memory.data_ptr() % 256
+    x = memory[begin + 48 : begin + 48 + 480].view(torch.bfloat16).view(12, 20).t()[::2]
+    operands = {3: x, 5: memory[begin + 1024 :][:64].view(torch.float32), 6: x}
+    moved = products.elsewhere(operands)
+    for register, tensor in operands.items():
+        other = moved[register]
+        assert (other.shape, other.stride(), other.dtype) == (tensor.shape, tensor.stride(), tensor.dtype)
+        assert other.data_ptr() % 256 == tensor.data_ptr() % 256
+        assert other.data_ptr() != tensor.data_ptr()
+    assert moved[3].data_ptr() == moved[6].data_ptr()
+    last = x.data_ptr() + products.extent(x) - 1
+    image = struct.pack("<4Q", 5, x.data_ptr(), last, last + 1)
+    assert [*products.addresses_in(image, operands)] == [(8, 3, 0), (16, 3, products.extent(x) - 1)]
