@@ -31,7 +31,7 @@ from hostir.job.session import session
 from hostir.machines.cuda.taped import IssuedSteps
 
 M, K, N = 2048, 4096, 3584
-Span = tuple[str, str, float, float]  # kind, text, begin and end in microseconds since the call began
+Part = tuple[str, str, float, float]  # kind, text, begin and end in microseconds since the call began
 Stamps = list[tuple[str, str, float]]  # kind and text of a span, and the time at which it ended
 KINDS = {"torch": "torch: cuBLAS, NCCL", "step": "a step in Python", "native": "native code", "rest": "checks, results"}
 
@@ -55,7 +55,7 @@ class Stamped:
 
         return timed
 
-    def spans(self, call: Callable[[], Any], repeats: int, settle: Callable[[], Any]) -> list[Span]:
+    def spans(self, call: Callable[[], Any], repeats: int, settle: Callable[[], Any]) -> list[Part]:
         """Return the spans of a call, as medians."""
         runs = []
         for _ in range(repeats):
@@ -101,7 +101,7 @@ def stamped(executor: Any, stamps: Stamped) -> None:
     plan.run = begun
 
 
-def measured(ranks: int, device: torch.device, repeats: int) -> dict[str, list[Span]]:
+def measured(ranks: int, device: torch.device, repeats: int) -> dict[str, list[Part]]:
     """Return the spans of each way."""
     a = torch.randn(1, 1, M // ranks, K, device=device).bfloat16()
     b = torch.randn(K, N, device=device).bfloat16()
@@ -171,7 +171,7 @@ def draw(data: dict[str, Any]) -> str:
     return "\n".join([*parts, "</svg>\n"])
 
 
-def _row(way: str, spans: Sequence[Span], y: float, scale: float) -> Iterator[str]:
+def _row(way: str, spans: Sequence[Part], y: float, scale: float) -> Iterator[str]:
     yield f'<text x="16" y="{y + BAR / 2 + 4}">{escape(way)}</text>'
     for kind, text, begin, end in spans:
         box = (
@@ -182,7 +182,7 @@ def _row(way: str, spans: Sequence[Span], y: float, scale: float) -> Iterator[st
     yield f'<text class="quiet" x="{LEFT + us * scale + 4:.1f}" y="{y + BAR / 2 + 4}">{us:.0f} us</text>'
 
 
-def report(ways: dict[str, list[Span]]) -> str:
+def report(ways: dict[str, list[Part]]) -> str:
     """Return a table with a line for each way."""
     lines = []
     for way, spans in ways.items():

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 UNIT = 256  # bytes: the choice of cuBLAS may depend on the alignment of an operand within this unit
 OF_16_BITS = torch.bfloat16, torch.float16
-Operands = Mapping[int, torch.Tensor]  # the tensors in registers
+Matrices = Mapping[int, torch.Tensor]  # the tensors in registers
 
 
 def record_product(plan: CudaPlan, number: int, module: Any, writer: TapeWriter) -> str:
@@ -96,7 +96,7 @@ def extent(x: torch.Tensor) -> int:
     return x.element_size() * (1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)))
 
 
-def elsewhere(operands: Operands) -> dict[int, torch.Tensor]:
+def elsewhere(operands: Matrices) -> dict[int, torch.Tensor]:
     """Return tensors of the same layouts and alignments in other memory.
 
     Tensors that begin at the same address in `operands` do so in the result.
@@ -115,7 +115,7 @@ def elsewhere(operands: Operands) -> dict[int, torch.Tensor]:
     }
 
 
-def addresses_in(image: bytes, operands: Operands) -> Iterator[tuple[int, int, int]]:
+def addresses_in(image: bytes, operands: Matrices) -> Iterator[tuple[int, int, int]]:
     """Yield each 64-bit number in the bytes of a launch's parameters that is an address in an operand.
 
     Yields the number's offset in the bytes, the register of the operand, and the offset of the address in the operand.
