@@ -247,8 +247,8 @@ NATIVE_PRODUCTS: Knob[bool] = Knob(
     False,
     "1 or 0",
     _truth,
-    "1: native code also launches the kernels that cuBLAS chooses for matmuls in 16 bits. This is an experiment: it "
-    "was only tested with a fake driver. 0: torch calls cuBLAS.",
+    "1: native code also launches the kernels that cuBLAS chooses for matmuls with 16-bit results. This is an "
+    "experiment: it was only tested with a fake driver. 0: torch calls cuBLAS.",
 )
 
 PROFILE: Knob[bool] = Knob(

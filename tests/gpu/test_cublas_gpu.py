@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import pytest
 import torch
 
 from hostir import knobs
 from hostir.call.executor import Executor
-from hostir.kernels import aten as kernels
+from hostir.kernels import aten
 from hostir.machines.cuda import machine as cuda
 from tests.gpu.one_device import NAN, alone
 
@@ -97,37 +98,39 @@ def test_graphs_captured_on_one_stream_can_be_replayed_at_once(
     assert wrong(capture, stream) > 0, "these shapes need no separate workspaces; try other shapes"
 
 
-def product(
-    shape: tuple[int, int, int], dtype: str, columns: bool, times: int = 1
-) -> tuple[Executor, Callable[[], Any]]:
-    """Return an executor of a product whose kernel native code may launch, and a function that makes operands."""
+def product(shape: tuple[int, int, int], dtype: str, times: int = 1) -> Executor:
+    """Return an executor of a product, repeated `times` times, whose kernel native code may launch."""
     m, k, n = shape
     body = f"  %c: {dtype}[{m}, {n}] = allocate\n" + "  matmul %a, %b -> %c\n" * times
+    program = alone(body, f"%a: {dtype}[{m}, {k}], %b: {dtype}[{k}, {n}]")
     with knobs.scope(native_products=True):
-        executor = Executor(
-            alone(body, f"%a: {dtype}[{m}, {k}], %b: {dtype}[{k}, {n}]"), machine="cuda", kernels="aten"
-        )
-
-    def operands() -> tuple[torch.Tensor, torch.Tensor]:
-        b = torch.randn(n, k).t() if columns else torch.randn(k, n)
-        return torch.randn(m, k).to(DTYPES[dtype]), b.to(DTYPES[dtype])
-
-    return executor, operands
+        executor = Executor(program, machine="cuda", kernels="aten")
+        executor(*operands(shape, dtype))
+    return executor
 
 
-@pytest.mark.parametrize("columns", [False, True])
+def operands(
+    shape: tuple[int, int, int], dtype: str, columns: bool = False, offset: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return random matrices. The left one begins `offset` bytes after an aligned address."""
+    m, k, n = shape
+    b = torch.randn(n, k).t() if columns else torch.randn(k, n)
+    a = torch.empty(m * k + offset // 2, dtype=DTYPES[dtype])[offset // 2 :].view(m, k).copy_(torch.randn(m, k))
+    return a, b.to(DTYPES[dtype])
+
+
+@pytest.mark.parametrize("columns", [False, True], ids=["by rows", "by columns"])
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
 @pytest.mark.parametrize("shape", [(2048, 4096, 3584), (512, 4096, 1792), (8, 4096, 1792), (64, 256, 2), (100, 72, 36)])
 def test_native_code_computes_the_bits_of_torch_for_any_addresses(
     shape: tuple[int, int, int], dtype: str, columns: bool, record_property: Callable[[str, object], None]
 ) -> None:
-    executor, operands = product(shape, dtype, columns)
-    kept = []
-    for _ in range(8):
-        a, b = operands()
+    executor, kept = product(shape, dtype), []
+    for number in range(16):
+        a, b = operands(shape, dtype, columns, offset=16 * (number // 4))
         (c,) = executor(a, b)
         expected = torch.empty_like(c)
-        kernels.matmul(expected, a, b)
+        aten.matmul(expected, a, b)
         kept.append((a, b, c, expected))
     torch.cuda.synchronize()
     assert all(torch.equal(c, expected) for _, _, c, expected in kept)
@@ -139,15 +142,50 @@ def test_native_code_computes_the_bits_of_torch_for_any_addresses(
 
 def test_products_on_two_streams_at_once_are_right_even_if_cublas_splits_their_sums() -> None:
     """Native code launches no kernel that uses a workspace: two calls on different streams would share it."""
-    made = [product(*shape, columns=False, times=TIMES) for shape in (((256, 64, 16), "f16"), ((64, 257, 2), "bf16"))]
-    inputs = [operands() for _, operands in made]
+    made = ((256, 64, 16), "f16"), ((64, 257, 2), "bf16")
+    executors, inputs = [product(*each, times=TIMES) for each in made], [operands(*each) for each in made]
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
-    expected = [executor(*each)[0].clone() for (executor, _), each in zip(made, inputs, strict=True)]
+    expected = [executor(*each)[0].clone() for executor, each in zip(executors, inputs, strict=True)]
     torch.cuda.synchronize()
     for _ in range(REPLAYS):
         results = []
-        for (executor, _), each, stream in zip(made, inputs, streams, strict=True):
+        for executor, each, stream in zip(executors, inputs, streams, strict=True):
             with torch.cuda.stream(stream):
                 results.append(executor(*each)[0])
         torch.cuda.synchronize()
         assert all(torch.equal(c, right) for c, right in zip(results, expected, strict=True))
+
+
+def test_recordings_leave_dropout_in_the_callers_graph_and_reserved_memory_as_they_are() -> None:
+    x, graph = torch.ones(1 << 16), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = torch.nn.functional.dropout(x, 0.5)
+    seen = []
+    for n in range(8):
+        shape = (512, 1024 + 64 * n, 512)
+        executor = product(shape, "bf16")
+        graph.replay()
+        executor(*operands(shape, "bf16"))
+        torch.cuda.synchronize()
+        seen.append(y.clone())
+        if n == 1:
+            reserved = torch.cuda.memory_reserved()
+    assert not any(torch.equal(one, other) for one, other in pairwise(seen))
+    assert torch.cuda.memory_reserved() - reserved < 32 << 20
+
+
+def test_two_threads_record_products_at_once() -> None:
+    def work(n: int) -> bool:
+        torch.set_default_device("cuda")
+        shape, right = (256 + 64 * n, 512, 512), []
+        with torch.cuda.stream(torch.cuda.Stream()):
+            executor = product(shape, "bf16")
+            for _ in range(6):
+                a, b = operands(shape, "bf16")
+                expected = torch.empty(shape[0], shape[2], dtype=a.dtype)
+                aten.matmul(expected, a, b)
+                right.append(torch.equal(executor(a, b)[0], expected))
+        return all(right)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(8)))

@@ -46,11 +46,6 @@ class _Trials(threading.local):
 _trials = _Trials()
 
 
-def streams_of_trials(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """Return two of the private streams of this thread's trials. Between trials, nothing runs on them."""
-    return _trials.stream(device, 0, 0), _trials.stream(device, 1, 0)
-
-
 @contextlib.contextmanager
 def captured_for_a_trial() -> Iterator[None]:
     """Within this context, captures of this thread call cuBLAS on the streams that all its trials share.

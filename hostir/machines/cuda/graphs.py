@@ -197,7 +197,28 @@ class Graphs:
     def record(self, plan: Capturable, inputs: Sequence[Part], outs: Sequence[Part]) -> torch.cuda.CUDAGraph:
         if not self.kept:  # torch refuses a pool whose graphs have all been destroyed
             self.pool = torch.cuda.graph_pool_handle()
-        return captured(torch.cuda.CUDAGraph(), self.side, self.pool, lambda: plan.run(inputs, outs, True))
+        graph = torch.cuda.CUDAGraph()
+        # Destroying another graph would break the capture.
+        with torch.cuda.stream(self.side), uncollected(), capturing(graph):
+            try:  # thread_local: other threads may call functions that a capture forbids
+                graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+                plan.run(inputs, outs, True)
+                graph.capture_end()
+            except BaseException:
+                self.abort_capture(graph)
+                raise
+        return graph
+
+    def abort_capture(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a failed capture. Also make torch's allocator and its random generator leave the capture."""
+        with contextlib.suppress(Exception):  # it may have ended
+            graph.capture_end()
+        with contextlib.suppress(RuntimeError):  # capture_end skips the allocator if CUDA refuses
+            torch._C._cuda_endAllocateToPool(self.side.device_index, self.pool)
+            torch._C._cuda_releasePool(self.side.device_index, self.pool)
+        with contextlib.suppress(RuntimeError, IndexError):  # a clone of the state belongs to no capture
+            generator = torch.cuda.default_generators[self.side.device_index]
+            generator.graphsafe_set_state(generator.clone_state())
 
     def release(self, reason: str) -> None:
         """Drop all graphs, and make no more graphs. `reason` becomes the `refusal`."""
@@ -206,38 +227,3 @@ class Graphs:
             LOG.info("@%s: dropped %d CUDA graphs: %s", self.name, len(kept), reason)
         for call in kept:
             call.graph = None
-
-
-def captured(
-    graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any, issue: Callable[[], object]
-) -> torch.cuda.CUDAGraph:
-    """Capture in `graph` the work that `issue` issues to the current stream, and return `graph`. Execute nothing.
-
-    Args:
-        graph: a new graph.
-        stream: the stream of the capture, which is the current stream while `issue` runs.
-        pool: the memory pool of the graph.
-        issue: the function that issues the work.
-    """
-    # Destroying another graph would break the capture.
-    with torch.cuda.stream(stream), uncollected(), capturing(graph):
-        try:  # thread_local: other threads may call functions that a capture forbids
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            issue()
-            graph.capture_end()
-        except BaseException:
-            _abort(graph, stream, pool)
-            raise
-    return graph
-
-
-def _abort(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any) -> None:
-    """End a failed capture. Also make torch's allocator and its random generator leave the capture."""
-    with contextlib.suppress(Exception):  # it may have ended
-        graph.capture_end()
-    with contextlib.suppress(RuntimeError):  # capture_end skips the allocator if CUDA refuses
-        torch._C._cuda_endAllocateToPool(stream.device_index, pool)
-        torch._C._cuda_releasePool(stream.device_index, pool)
-    with contextlib.suppress(RuntimeError, IndexError):  # a clone of the state belongs to no capture
-        generator = torch.cuda.default_generators[stream.device_index]
-        generator.graphsafe_set_state(generator.clone_state())

@@ -19,7 +19,7 @@
 #include "cuda.h"
 
 #define MAX_ATTRIBUTES 4
-#define MAX_IMAGE 65536
+#define STACK 65536 /* bytes that a call of cuBLAS may use */
 #define ALIGNMENT 64 /* of a CUtensorMap */
 
 typedef enum { LAUNCH, MEMORY, COPY, ROWS, RECORD, WAIT, KINDS } Kind;
@@ -85,6 +85,9 @@ static struct {
   CUresult (*cuCtxGetCurrent)(CUcontext *);
   CUresult (*cuCtxPushCurrent_v2)(CUcontext);
   CUresult (*cuCtxPopCurrent_v2)(CUcontext *);
+  CUresult (*cuStreamBeginCapture_v2)(CUstream, CUstreamCaptureMode);
+  CUresult (*cuStreamEndCapture)(CUstream, CUgraph *);
+  CUresult (*cuGraphDestroy)(CUgraph);
   CUresult (*cuGraphGetNodes)(CUgraph, CUgraphNode *, size_t *);
   CUresult (*cuGraphNodeGetType)(CUgraphNode, CUgraphNodeType *);
   CUresult (*cuGraphKernelNodeGetParams_v2)(CUgraphNode, CUDA_KERNEL_NODE_PARAMS *);
@@ -129,6 +132,8 @@ static PyObject *open_driver(PyObject *module, PyObject *arguments) {
       find("cuTensorMapReplaceAddress", &driver.cuTensorMapReplaceAddress) ||
       find("cuGetErrorString", &driver.cuGetErrorString) || find("cuCtxGetCurrent", &driver.cuCtxGetCurrent) ||
       find("cuCtxPushCurrent_v2", &driver.cuCtxPushCurrent_v2) || find("cuCtxPopCurrent_v2", &driver.cuCtxPopCurrent_v2) ||
+      find("cuStreamBeginCapture_v2", &driver.cuStreamBeginCapture_v2) ||
+      find("cuStreamEndCapture", &driver.cuStreamEndCapture) || find("cuGraphDestroy", &driver.cuGraphDestroy) ||
       find("cuGraphGetNodes", &driver.cuGraphGetNodes) || find("cuGraphNodeGetType", &driver.cuGraphNodeGetType) ||
       find("cuGraphKernelNodeGetParams_v2", &driver.cuGraphKernelNodeGetParams_v2) ||
       find("cuGraphKernelNodeGetAttribute", &driver.cuGraphKernelNodeGetAttribute) ||
@@ -137,7 +142,7 @@ static PyObject *open_driver(PyObject *module, PyObject *arguments) {
     return NULL;
   }
   if (find("cuFuncGetName", &driver.cuFuncGetName) || find("cuFuncGetParamInfo", &driver.cuFuncGetParamInfo))
-    PyErr_Clear(); /* a driver older than CUDA 12.4: only `kernel_of` needs them */
+    PyErr_Clear(); /* a driver older than CUDA 12.4: only `launch_of` needs them */
   Py_XSETREF(driver_error, Py_NewRef(error));
   Py_RETURN_NONE;
 }
@@ -302,32 +307,45 @@ failed:
   return NULL;
 }
 
-/* ---- reading a captured graph: it shows the kernel that cuBLAS launches for a product */
+/* ---- the kernel of a product: a capture shows what cuBLAS launches, and executes nothing */
 
-/* Copy the parameters of a kernel into `image`, each at its offset. Returns a tuple of the offsets. */
-static PyObject *read_parameters(CUfunction function, void **parameters, char *image, size_t *size) {
-  PyObject *offsets = PyList_New(0), *result;
-  size_t at, length;
-  *size = 0;
-  for (size_t i = 0; offsets && driver.cuFuncGetParamInfo(function, i, &at, &length) == CUDA_SUCCESS; i++) {
-    if (at + length > MAX_IMAGE) {
-      PyErr_SetString(PyExc_ValueError, "its parameters are too large");
-      Py_CLEAR(offsets);
-      break;
-    }
-    memcpy(image + at, parameters[i], length);
-    *size = at + length > *size ? at + length : *size;
-    PyObject *offset = PyLong_FromSize_t(at);
-    if (offset == NULL || PyList_Append(offsets, offset))
-      Py_CLEAR(offsets);
-    Py_XDECREF(offset);
-  }
-  result = offsets ? PyList_AsTuple(offsets) : NULL;
-  Py_XDECREF(offsets);
-  return result;
+/* Overwrite the part of the stack that later calls use. The parameters of a kernel may contain bytes that nobody has
+ * written. After this, they are zero in every capture, so that two captures can be compared. */
+static __attribute__((noinline)) void clear_stack(void) {
+  volatile char stack[STACK];
+  memset((char *)stack, 0, sizeof stack);
 }
 
-/* Read the attributes of a kernel's node that are not the usual ones, and return their number. */
+/* Read the parameters of a kernel, each at its offset. Returns a tuple of their bytes and of their offsets. */
+static PyObject *read_parameters(CUfunction function, void **parameters) {
+  size_t at = 0, length = 0, size = 0, count = 0;
+  CUresult code;
+  while ((code = driver.cuFuncGetParamInfo(function, count, &at, &length)) == CUDA_SUCCESS) {
+    size = at + length > size ? at + length : size;
+    count++;
+  }
+  if (code != CUDA_ERROR_INVALID_VALUE || count == 0) /* which it is beyond the last parameter */
+    return PyErr_Format(PyExc_ValueError, "the sizes of its parameters are not known (CUDA error %d)", (int)code);
+  PyObject *image = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)size), *offsets = PyTuple_New((Py_ssize_t)count);
+  if (image == NULL || offsets == NULL)
+    goto failed;
+  memset(PyBytes_AS_STRING(image), 0, size);
+  for (size_t i = 0; i < count; i++) {
+    driver.cuFuncGetParamInfo(function, i, &at, &length);
+    memcpy(PyBytes_AS_STRING(image) + at, parameters[i], length);
+    PyObject *offset = PyLong_FromSize_t(at);
+    if (offset == NULL)
+      goto failed;
+    PyTuple_SET_ITEM(offsets, (Py_ssize_t)i, offset);
+  }
+  return Py_BuildValue("NN", image, offsets);
+failed:
+  Py_XDECREF(image);
+  Py_XDECREF(offsets);
+  return NULL;
+}
+
+/* Read the attributes of a kernel's node that a launch needs. Returns their number, or -1 if they cannot be read. */
 static Py_ssize_t read_attributes(CUgraphNode node, CUlaunchAttribute *attributes) {
   static const CUlaunchAttributeID known[MAX_ATTRIBUTES] = {
       CU_LAUNCH_ATTRIBUTE_COOPERATIVE, CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION,
@@ -338,33 +356,23 @@ static Py_ssize_t read_attributes(CUgraphNode node, CUlaunchAttribute *attribute
     CUlaunchAttribute *each = &attributes[count];
     memset(each, 0, sizeof *each);
     each->id = known[i];
-    if (driver.cuGraphKernelNodeGetAttribute(node, known[i], &each->value) == CUDA_SUCCESS)
+    CUresult code = driver.cuGraphKernelNodeGetAttribute(node, known[i], &each->value);
+    if (code == CUDA_SUCCESS)
       count += memcmp(&each->value, &usual, sizeof usual) != 0;
+    else if (known[i] != CU_LAUNCH_ATTRIBUTE_PREFERRED_CLUSTER_DIMENSION) /* not all GPUs have it */
+      return -1;
   }
   return count;
 }
 
-PyDoc_STRVAR(kernel_of_doc, "kernel_of(graph)\n--\n\n"
-                            "Return the name of a CUDA graph's only kernel, and the fields of its launch in a tape.\n\n"
-                            "`graph` is a handle. Raises ValueError if the graph is not a single kernel.");
-
-static PyObject *kernel_of(PyObject *module, PyObject *number) {
-  (void)module;
-  static char image[MAX_IMAGE]; /* no other thread uses it, as the GIL is held */
+static PyObject *kernel_of(CUgraph graph) {
   CUlaunchAttribute attributes[MAX_ATTRIBUTES];
   CUDA_KERNEL_NODE_PARAMS node = {0};
   CUgraphNode first = NULL;
   CUgraphNodeType type;
   CUresult code;
   const char *name = NULL;
-  size_t count = 0, size;
-  CUgraph graph = PyLong_AsVoidPtr(number);
-  if (graph == NULL)
-    return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "there is no graph");
-  if (driver.library == NULL)
-    return PyErr_Format(PyExc_RuntimeError, "no driver is open");
-  if (driver.cuFuncGetName == NULL || driver.cuFuncGetParamInfo == NULL)
-    return PyErr_Format(PyExc_ValueError, "the CUDA driver is older than 12.4");
+  size_t count = 0;
   if ((code = driver.cuGraphGetNodes(graph, NULL, &count)) != CUDA_SUCCESS)
     return failure(0, code);
   if (count != 1)
@@ -378,16 +386,50 @@ static PyObject *kernel_of(PyObject *module, PyObject *number) {
       (node.func == NULL && (code = driver.cuKernelGetFunction(&node.func, node.kern)) != CUDA_SUCCESS) ||
       (code = driver.cuFuncGetName(&name, node.func)) != CUDA_SUCCESS)
     return failure(0, code);
-  if (node.kernelParams == NULL)
-    return PyErr_Format(PyExc_ValueError, "its parameters cannot be read");
-  memset(image, 0, sizeof image);
-  PyObject *offsets = read_parameters(node.func, node.kernelParams, image, &size);
-  if (offsets == NULL)
+  Py_ssize_t made = read_attributes(first, attributes);
+  if (node.kernelParams == NULL || made < 0)
+    return PyErr_Format(PyExc_ValueError, "its %s cannot be read", made < 0 ? "attributes" : "parameters");
+  PyObject *parameters = read_parameters(node.func, node.kernelParams);
+  if (parameters == NULL)
     return NULL;
-  Py_ssize_t bytes = read_attributes(first, attributes) * (Py_ssize_t)sizeof(CUlaunchAttribute);
-  return Py_BuildValue("s(K(IIIIII)Iy#y#N)", name, (unsigned long long)(uintptr_t)node.func, node.gridDimX,
-                       node.gridDimY, node.gridDimZ, node.blockDimX, node.blockDimY, node.blockDimZ,
-                       node.sharedMemBytes, (char *)attributes, bytes, image, (Py_ssize_t)size, offsets);
+  PyObject *fields = Py_BuildValue(
+      "s(K(IIIIII)Iy#OO)", name, (unsigned long long)(uintptr_t)node.func, node.gridDimX, node.gridDimY, node.gridDimZ,
+      node.blockDimX, node.blockDimY, node.blockDimZ, node.sharedMemBytes, (char *)attributes,
+      made * (Py_ssize_t)sizeof(CUlaunchAttribute), PyTuple_GET_ITEM(parameters, 0), PyTuple_GET_ITEM(parameters, 1));
+  Py_DECREF(parameters);
+  return fields;
+}
+
+PyDoc_STRVAR(launch_of_doc, "launch_of(stream, work)\n--\n\n"
+                            "Return the name of the kernel that `work()` launches, and the fields of the launch in a tape.\n\n"
+                            "`stream` is the handle of the stream on which `work` launches it. The launch is captured, and\n"
+                            "executes nothing. Raises ValueError if it is not a single kernel that a tape can launch.");
+
+static PyObject *launch_of(PyObject *module, PyObject *arguments) {
+  (void)module;
+  unsigned long long handle;
+  PyObject *work;
+  if (!PyArg_ParseTuple(arguments, "KO", &handle, &work))
+    return NULL;
+  if (driver.library == NULL)
+    return PyErr_Format(PyExc_RuntimeError, "no driver is open");
+  if (driver.cuFuncGetName == NULL || driver.cuFuncGetParamInfo == NULL)
+    return PyErr_Format(PyExc_ValueError, "the CUDA driver is older than 12.4");
+  CUstream stream = (CUstream)(uintptr_t)handle;
+  CUgraph graph = NULL;
+  /* relaxed: torch may allocate memory or query events meanwhile, in this thread or another one */
+  CUresult code = driver.cuStreamBeginCapture_v2(stream, CU_STREAM_CAPTURE_MODE_RELAXED);
+  if (code != CUDA_SUCCESS)
+    return failure(0, code);
+  clear_stack();
+  PyObject *done = PyObject_CallNoArgs(work), *fields = NULL;
+  code = driver.cuStreamEndCapture(stream, &graph);
+  if (done != NULL)
+    fields = code == CUDA_SUCCESS ? kernel_of(graph) : failure(0, code);
+  if (graph != NULL)
+    driver.cuGraphDestroy(graph);
+  Py_XDECREF(done);
+  return fields;
 }
 
 /* ---- making a tape */
@@ -684,7 +726,7 @@ static PyTypeObject TapeType = {
 static PyMethodDef functions[] = {
     {"open", open_driver, METH_VARARGS, open_doc},
     {"key", key, METH_VARARGS, key_doc},
-    {"kernel_of", kernel_of, METH_O, kernel_of_doc},
+    {"launch_of", launch_of, METH_VARARGS, launch_of_doc},
     {NULL, NULL, 0, NULL},
 };
 

@@ -1,36 +1,50 @@
 """Record the kernel that cuBLAS launches for a product, so that native code can launch it without torch.
 
-Only cuBLAS knows which kernel it launches, and with which parameters. A capture of the product in a CUDA graph shows
-both, and executes nothing. The parameters contain the addresses of the operands, which change from call to call. Each
-64-bit number that is an address in an operand is taken for such an address. To make sure, the product is captured a
-second time, with operands elsewhere in memory. If these addresses are put into the parameters of the first capture, the
-two launches must be equal to the last bit.
+Only cuBLAS knows which kernel it launches, and with which parameters. A capture of the product shows both, and executes
+nothing. The parameters contain the addresses of the operands, which change from call to call. Each 64-bit number that
+is an address in an operand is taken for such an address. To make sure, the product is captured a second time, with
+operands elsewhere in memory. If these addresses are put into the parameters of the first capture, the two launches must
+be equal to the last bit. Nothing else in the parameters may be an address in the memory of a GPU: it could be the
+workspace that torch has for the stream of the capture, and other streams must not use that.
 
-If they are not, torch calls cuBLAS in every run. It does so, too, if the product takes several kernels. The captures
-are made on two streams, and torch has a cuBLAS workspace for each stream. So the launches also differ if the kernel
-uses the workspace: native code could not launch such a kernel on another stream.
+Otherwise torch calls cuBLAS in every run. It does so, too, if a product takes several kernels.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import struct
+import threading
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
+from hostir.ir.machine import uncollected
+from hostir.job.links import headline
 from hostir.machines.binding import Step
-from hostir.machines.cuda.cublas import streams_of_trials
-from hostir.machines.cuda.graphs import captured
+from hostir.machines.cuda.driver import cuda_driver, new_stream
 from hostir.machines.cuda.tape import LAUNCH, TapeWriter
+from hostir.machines.cuda.uses import capturing
 from hostir.plan.operations import NONE, ComputeOp
 
 if TYPE_CHECKING:
     from hostir.machines.cuda.machine import CudaPlan
 
+COMPUTATIONS = "matmul", "linear", "scaled_matmul"
 UNIT = 256  # bytes: the choice of cuBLAS may depend on the alignment of an operand within this unit
-OF_16_BITS = torch.bfloat16, torch.float16
+MEMORY_TYPE, DEVICE = 2, 2  # CU_POINTER_ATTRIBUTE_MEMORY_TYPE and CU_MEMORYTYPE_DEVICE
 Matrices = Mapping[int, torch.Tensor]  # the tensors in registers
+_recording = threading.RLock()  # held while a product is captured: all threads use the same two streams
+
+
+@functools.cache
+def streams_of_captures(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """Return the two streams on which products are captured. Nothing runs on them."""
+    return new_stream(device, 0), new_stream(device, 0)
 
 
 def record_product(plan: CudaPlan, number: int, module: Any, writer: TapeWriter) -> str:
@@ -42,52 +56,78 @@ def record_product(plan: CudaPlan, number: int, module: Any, writer: TapeWriter)
         module: the native launcher.
         writer: the tape.
     """
-    op, step, registers = plan.ops[number], plan.steps[number], plan.registers
+    op, registers = plan.ops[number], plan.registers
     assert isinstance(op, ComputeOp)
-    operands = {i: registers[i] for i in (op.out, *op.operands) if i != NONE}
-    if operands[op.out].dtype not in OF_16_BITS:
-        return "each call reads torch's settings of precision"
-    if torch.backends.cuda.matmul.allow_fp16_accumulation:
-        return "torch allows sums in f16"
-    if not all(x.numel() for x in operands.values()):
-        return "an operand is empty"
-    streams = streams_of_trials(plan.machine.device)
+    operands: Matrices = {i: registers[i] for i in (op.out, *op.operands) if i != NONE}
+    if reason := refusal(op, operands):
+        return reason
     try:
-        name, fields = launch_of(step, streams[0], module)
-        moved = elsewhere(operands)
-        for register, x in moved.items():
-            registers[register] = x
-        try:
-            _, expected = launch_of(step, streams[1], module)
-        finally:
-            for register, x in operands.items():
-                registers[register] = x
-    except (RuntimeError, ValueError) as problem:  # a capture failed, or it is not one kernel
-        return str(problem).partition("\n")[0]
-    function, sizes, shared, attributes, image, offsets = fields
-    found, other = [*addresses_in(image, operands)], bytearray(image)
-    for at, register, offset in found:
-        struct.pack_into("<Q", other, at, moved[register].data_ptr() + offset)
-    if (function, sizes, shared, attributes, offsets) != (*expected[:4], expected[5]):
-        return "its kernel or grid depends on the addresses of its operands"
-    if different := [at for at, (one, two) in enumerate(zip(other, expected[4], strict=True)) if one != two]:
-        where = f"parameter bytes {different[0]} to {different[-1]} of {name}"
-        return f"its kernel depends on more than the addresses of its operands ({where})"
+        with _recording, _disable_current_modes(), torch.cuda.device(plan.machine.device):
+            name, fields, found = launch_for_any(plan, plan.steps[number], operands, module)
+    except ValueError as problem:
+        return str(problem)
+    except Exception as problem:  # the step has just run, so this says only that it cannot be captured
+        return headline(problem).partition("\n")[0]
     addresses = [writer.address(at, operands[register].data_ptr() + offset) for at, register, offset in found]
     if any(address.memory is None for address in addresses):
         return "an operand is not in a buffer of the program"
-    text = f"launch {name} x {sizes[0] * sizes[1] * sizes[2]}({', '.join(map(str, addresses))})"
+    x, y, z, *_ = fields[1]
+    text = f"launch {name} x {x * y * z}({', '.join(map(str, addresses))})"
     writer.add(LAUNCH, plan.streams[op.stream].cuda_stream, fields, addresses, text)
-    return ""
+    return "" if writer.complete else "its stream is not on the tape"
+
+
+def refusal(op: ComputeOp, operands: Matrices) -> str:
+    """Return the reason why a product must not be recorded, or an empty text."""
+    dtype = operands[op.out].dtype
+    if op.computation not in COMPUTATIONS:
+        return "it takes several kernels"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return "each call reads torch's settings of precision"
+    if dtype == torch.float16 and torch.backends.cuda.matmul.allow_fp16_accumulation:
+        return "torch allows sums in f16"
+    return "" if all(x.numel() for x in operands.values()) else "an operand is empty"
+
+
+def launch_for_any(
+    plan: CudaPlan, step: Step, operands: Matrices, module: Any
+) -> tuple[str, tuple[Any, ...], list[tuple[int, int, int]]]:
+    """Return the name of a product's kernel, the fields of its launch in a tape, and where addresses are in them.
+
+    The addresses are those of `addresses_in`. Raises ValueError if the launch depends on anything else.
+    """
+    streams, registers = streams_of_captures(plan.machine.device), plan.registers
+    name, fields = launch_of(step, streams[0], module)
+    moved = elsewhere(operands, streams[1])
+    for register, x in moved.items():
+        registers[register] = x
+    try:
+        _, expected = launch_of(step, streams[1], module)
+    finally:
+        for register, x in operands.items():
+            registers[register] = x
+    function, sizes, shared, attributes, image, offsets = fields
+    if (function, sizes, shared, attributes, offsets) != (*expected[:4], expected[5]):
+        raise ValueError("its kernel or grid depends on the addresses of its operands")
+    found, other = [*addresses_in(image, operands)], bytearray(image)
+    for at, register, offset in found:
+        struct.pack_into("<Q", other, at, moved[register].data_ptr() + offset)
+    if different := [at for at, (one, two) in enumerate(zip(other, expected[4], strict=True)) if one != two]:
+        raise ValueError(f"{name} depends on more than addresses (parameter bytes {different[0]} to {different[-1]})")
+    if missing := {*operands} - {register for _, register, _ in found}:
+        raise ValueError(f"{name} does not contain the addresses of {len(missing)} operands")
+    patched = {at for at, _, _ in found}
+    if others := [at for at in range(0, len(image) - 7, 8) if at not in patched and is_on_gpu(image, at)]:
+        raise ValueError(
+            f"{name} uses other memory, such as a workspace (parameter bytes {others[0]} to {others[-1] + 7})"
+        )
+    return name, fields, found
 
 
 def launch_of(step: Step, stream: torch.cuda.Stream, module: Any) -> tuple[str, tuple[Any, ...]]:
-    """Return the name of the kernel that a step launches, and the fields of the launch in a tape. Launch nothing.
-
-    Raises ValueError if the step issues anything else, and RuntimeError if it cannot be captured.
-    """
-    graph = captured(torch.cuda.CUDAGraph(keep_graph=True), stream, torch.cuda.graph_pool_handle(), step)
-    name, fields = module.kernel_of(graph.raw_cuda_graph())
+    """Return the name of the kernel that a step launches, and the fields of the launch in a tape. Launch nothing."""
+    with torch.cuda.stream(stream), uncollected(), capturing(step):
+        name, fields = module.launch_of(stream.cuda_stream, step)
     return name, fields
 
 
@@ -96,33 +136,39 @@ def extent(x: torch.Tensor) -> int:
     return x.element_size() * (1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)))
 
 
-def elsewhere(operands: Matrices) -> dict[int, torch.Tensor]:
+def elsewhere(operands: Matrices, stream: torch.cuda.Stream) -> dict[int, torch.Tensor]:
     """Return tensors of the same layouts and alignments in other memory.
 
-    Tensors that begin at the same address in `operands` do so in the result.
+    Tensors with the same address have the same address in the result, too. The others overlap in the result, which
+    saves memory: nothing is written there.
     """
-    sizes: dict[int, int] = {}
-    for x in operands.values():
-        sizes[x.data_ptr()] = max(extent(x), sizes.get(x.data_ptr(), 0))
-    memory = {}
-    for address, size in sizes.items():
-        flat = torch.empty(size + UNIT, dtype=torch.uint8, device=next(iter(operands.values())).device)
-        begin = (address - flat.data_ptr()) % UNIT
-        memory[address] = flat[begin : begin + size]
-    return {
-        register: memory[x.data_ptr()][: extent(x)].view(x.dtype).as_strided(x.shape, x.stride())
-        for register, x in operands.items()
-    }
+    starts = {address: n for n, address in enumerate(sorted({x.data_ptr() for x in operands.values()}))}
+    size = UNIT * (len(starts) + 1) + max(map(extent, operands.values()))
+    with torch.cuda.stream(stream):
+        flat = torch.empty(size, dtype=torch.uint8, device=next(iter(operands.values())).device)
+    moved = {}
+    for register, x in operands.items():
+        begin = (x.data_ptr() - flat.data_ptr()) % UNIT + UNIT * starts[x.data_ptr()]
+        moved[register] = flat[begin : begin + extent(x)].view(x.dtype).as_strided(x.shape, x.stride())
+    return moved
 
 
 def addresses_in(image: bytes, operands: Matrices) -> Iterator[tuple[int, int, int]]:
     """Yield each 64-bit number in the bytes of a launch's parameters that is an address in an operand.
 
     Yields the number's offset in the bytes, the register of the operand, and the offset of the address in the operand.
+    If operands overlap, it is the one that begins last.
     """
     for at in range(0, len(image) - 7, 8):
         (value,) = struct.unpack_from("<Q", image, at)
-        for register, x in operands.items():
-            if 0 <= value - x.data_ptr() < extent(x):
-                yield at, register, value - x.data_ptr()
-                break
+        inside = ((value - x.data_ptr(), i) for i, x in operands.items() if 0 <= value - x.data_ptr() < extent(x))
+        if nearest := min(inside, default=None):
+            yield at, nearest[1], nearest[0]
+
+
+def is_on_gpu(image: bytes, at: int) -> bool:
+    """Return True if the 64-bit number at an offset of the bytes is an address in the memory of a GPU."""
+    kind = ctypes.c_uint()
+    (value,) = struct.unpack_from("<Q", image, at)
+    get = partial(cuda_driver().cuPointerGetAttribute, ctypes.byref(kind), MEMORY_TYPE)
+    return bool(value) and not get(ctypes.c_uint64(value)) and kind.value == DEVICE

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 MANY = 1000
 ALIGNMENT = 16  # bytes: Triton compiles kernels for the alignment of addresses within this unit
+MAX_RECORDINGS = 32  # if a plan is recorded more often, because alignments within UNIT differ, products stay with torch
 MAX_TAPES = 8  # the number of tapes that a plan keeps: callers have few streams, and most tensors are aligned
 aten = torch.ops.aten
 WITHOUT_WORK = aten.empty_strided.default, aten.record_stream.default  # beside the operators that make views
@@ -76,6 +77,7 @@ class Tapes:
         self.registers: tuple[int, ...] | None = None  # of the caller's tensors; None before the first run
         self.symmetric = range(0)  # the addresses of this rank's symmetric memory
         self.by_key: dict[tuple[int, ...], IssuedSteps | None] = {}  # None: seen once
+        self.recordings = 0
 
     def steps(self, plan: CudaPlan) -> IssuedSteps:
         """Return the steps to issue for the plan's next run. The tensors of the run must be in the plan's registers."""
@@ -116,6 +118,10 @@ class Tapes:
         """
         taped = TapedRun(plan, self.module, key[0], self.products)
         self.by_key[key] = taped.tape(ends)
+        self.recordings += 1
+        if self.products and (all(taped.reasons.values()) or self.recordings >= MAX_RECORDINGS):
+            self.products = False
+            self.by_key.clear()  # the units of the keys differ
         if not taped.has_segments:
             plan.tapes = None
 

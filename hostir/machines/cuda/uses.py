@@ -60,8 +60,8 @@ def hold(plan: Any, stream: torch.cuda.Stream) -> None:
 
 
 @contextlib.contextmanager
-def capturing(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-    """Within this context hostir captures a graph, and no thread frees memory."""
+def capturing(graph: object) -> Iterator[None]:
+    """Within this context hostir captures work, and no thread frees memory. `graph` stands for the capture."""
     CAPTURES.append(graph)
     try:
         yield

@@ -123,7 +123,15 @@ CUresult cuTensorMapReplaceAddress(CUtensorMap *map, void *address) {
   return CUDA_SUCCESS;
 }
 
-/* Graphs. The tests make them: a graph is its only node, unless it counts more of them. */
+/* Some numbers are addresses on the GPU. */
+CUresult cuPointerGetAttribute(void *value, CUpointer_attribute attribute, CUdeviceptr address) {
+  if (attribute != CU_POINTER_ATTRIBUTE_MEMORY_TYPE || address >> 32 != 0xabcd)
+    return CUDA_ERROR_INVALID_VALUE;
+  *(unsigned *)value = CU_MEMORYTYPE_DEVICE;
+  return CUDA_SUCCESS;
+}
+
+/* Graphs. The tests make them: a graph is its only node, unless it counts more of them. A capture takes the next one. */
 typedef struct {
   size_t nodes;
   int type;
@@ -134,6 +142,31 @@ typedef struct {
   CUlaunchAttribute attributes[2];
 } Graph;
 
+static CUgraph graph_of_capture;
+static int graphs; /* that exist */
+
+void fake_graph(CUgraph graph) { graph_of_capture = graph; }
+
+int fake_graphs(void) { return graphs; }
+
+CUresult cuStreamBeginCapture_v2(CUstream stream, CUstreamCaptureMode mode) {
+  SAY("%p: begin capture %d\n", (void *)stream, (int)mode);
+  return next();
+}
+
+CUresult cuStreamEndCapture(CUstream stream, CUgraph *graph) {
+  SAY("%p: end capture\n", (void *)stream);
+  CUresult code = next();
+  *graph = code == CUDA_SUCCESS ? graph_of_capture : NULL;
+  graphs += *graph != NULL;
+  return code;
+}
+
+CUresult cuGraphDestroy(CUgraph graph) {
+  graphs -= graph != NULL;
+  return CUDA_SUCCESS;
+}
+
 CUresult cuGraphGetNodes(CUgraph graph, CUgraphNode *nodes, size_t *count) {
   if (nodes != NULL)
     *nodes = (CUgraphNode)graph;
@@ -142,7 +175,8 @@ CUresult cuGraphGetNodes(CUgraph graph, CUgraphNode *nodes, size_t *count) {
 }
 
 CUresult cuGraphNodeGetType(CUgraphNode node, CUgraphNodeType *type) {
-  *type = (CUgraphNodeType)((Graph *)node)->type;
+  int of_graph = ((Graph *)node)->type;
+  *type = (CUgraphNodeType)(of_graph < 0 ? 0 : of_graph); /* -1: a kernel with unknown attributes */
   return next();
 }
 
@@ -159,6 +193,8 @@ CUresult cuGraphKernelNodeGetAttribute(CUgraphNode node, CUlaunchAttributeID id,
   for (int i = 0; i < 2; i++)
     if (((Graph *)node)->attributes[i].id == id)
       *value = ((Graph *)node)->attributes[i].value;
+  if (((Graph *)node)->type < 0)
+    return CUDA_ERROR_INVALID_VALUE;
   return id == CU_LAUNCH_ATTRIBUTE_PREFERRED_CLUSTER_DIMENSION ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
 }
 
@@ -182,7 +218,7 @@ CUresult cuFuncGetParamInfo(CUfunction function, size_t number, size_t *offset, 
     *size = length;
     end = *offset + length;
     if (i == number)
-      return CUDA_SUCCESS;
+      return *letter == '?' ? CUDA_ERROR_NOT_SUPPORTED : CUDA_SUCCESS;
   }
   return CUDA_ERROR_INVALID_VALUE;
 }

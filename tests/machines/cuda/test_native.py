@@ -10,7 +10,7 @@ import struct
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -325,49 +325,65 @@ AT = 0, 8, 64, 192
 PARAMETERS = struct.pack("<i4xQ48x16Qb", 7, 0x10020, 0x20000, *range(15), 1)
 
 
+def captured(module: Any, driver: FakeDriver, graph: Graph, work: Callable[[], object] = list) -> Any:
+    """Return what the launcher reads from a capture whose graph is `graph`."""
+    driver.library.fake_graph(ctypes.c_void_p(graph.handle))
+    return module.launch_of(0x100, work)
+
+
 @pytest.mark.parametrize("attributes", [b"", attribute(CLUSTER, 2, 1, 1) + attribute(CLUSTER_SCHEDULING, 1)])
 @pytest.mark.parametrize("by", ["function", "kernel"])
-def test_a_kernel_in_a_graph_is_launched_as_it_was_captured(
+def test_a_captured_kernel_is_launched_as_it_was_captured(
     by: str, attributes: bytes, module: Any, driver: FakeDriver
 ) -> None:
-    graph = Graph.of(PARAMETERS, AT, 0, attributes)
+    graph, log = Graph.of(PARAMETERS, AT, 0, attributes), list[str]()
     setattr(graph, by, ctypes.addressof(GEMM))
-    name, fields = module.kernel_of(graph.handle)
+    name, fields = captured(module, driver, graph, lambda: log.extend(driver.take()))
+    assert (log, driver.take()) == (["0x100: begin capture 2"], ["0x100: end capture"])
     assert name == "gemm"
     assert fields == (ctypes.addressof(GEMM), (4, 2, 3, 32, 1, 2), 512, attributes, PARAMETERS, AT)
     native(module, Segment((TapeEntry(LAUNCH, 0, 1, fields, (), ""),), ()), HANDLES)([])
     numbers = " 4 5" if attributes else ""
     assert driver.take() == [f"0x200: launch 4x32 shared 512 attributes{numbers} ( 7 10020 map 20000/e 1 )"]
+    assert not driver.library.fake_graphs()
 
 
-def test_a_graph_that_is_not_one_kernel_is_refused(module: Any, driver: FakeDriver) -> None:
+def test_a_capture_that_is_not_one_kernel_is_refused(module: Any, driver: FakeDriver) -> None:
+    letters = [ctypes.create_string_buffer(text) for text in (b"", b"?", b"ip?")]
     for changed, reason in (
         ({"nodes": 0}, "it takes 0 steps on the device"),
         ({"nodes": 2}, "it takes 2 steps on the device"),
         ({"type": 2}, "it is no kernel"),
+        ({"type": -1}, "its attributes cannot be read"),
         ({"parameters": None}, "its parameters cannot be read"),
+        *(({"function": ctypes.addressof(each)}, "the sizes of its parameters are not known") for each in letters),
     ):
         graph = Graph.of(PARAMETERS, AT, ctypes.addressof(GEMM))
         for name, value in changed.items():
             setattr(graph, name, value)
         with pytest.raises(ValueError, match=reason):
-            module.kernel_of(graph.handle)
-    large = ctypes.create_string_buffer(b"m" * 513)
-    with pytest.raises(ValueError, match="its parameters are too large"):
-        module.kernel_of((graph := Graph.of(bytes(1 << 17), range(0, 128 * 513, 128), ctypes.addressof(large))).handle)
-    with pytest.raises(ValueError, match="there is no graph"):
-        module.kernel_of(0)
-    with pytest.raises(TypeError):
-        module.kernel_of("x")
+            captured(module, driver, graph)
+    assert not driver.library.fake_graphs()
 
 
-@pytest.mark.parametrize("call", range(5))
-def test_a_graph_that_cannot_be_read_is_an_error_of_the_driver(call: int, module: Any, driver: FakeDriver) -> None:
+@pytest.mark.parametrize("call", range(7))
+def test_a_capture_that_fails_is_an_error_of_the_driver(call: int, module: Any, driver: FakeDriver) -> None:
     graph = Graph.of(PARAMETERS, AT, 0, kernel=ctypes.addressof(GEMM))
     driver.take()
     driver.fail(call)
     with pytest.raises(DriverError, match="an illegal memory access was encountered"):
-        module.kernel_of(graph.handle)
+        captured(module, driver, graph)
+    assert not driver.library.fake_graphs()
+
+
+@pytest.mark.parametrize("spoiled", [False, True])
+def test_an_exception_ends_the_capture(spoiled: bool, module: Any, driver: FakeDriver) -> None:
+    driver.take()
+    driver.fail(1 if spoiled else -1)
+    with pytest.raises(KeyError):
+        captured(module, driver, Graph.of(PARAMETERS, AT, ctypes.addressof(GEMM)), lambda: {}["no kernel"])
+    assert driver.take() == ["0x100: begin capture 2", "0x100: end capture"]
+    assert not driver.library.fake_graphs()
 
 
 def test_types_of_parameters_are_those_that_triton_passes() -> None:

@@ -24,20 +24,20 @@ import hostir as hi
 from examples import patterns
 from hostir.call.bound import BoundCall
 from hostir.call.rank import RankExecutor
-from hostir.ir.source import HostIRError
+from hostir.ir.source import Diagnostic, HostIRError
 from hostir.kernels import devices, parameters
 from hostir.kernels.devices import StandIn
 from hostir.kernels.matmul.prepared import MatmulLaunch
 from hostir.kernels.parameters import TAPING, KernelLaunch
 from hostir.machines.binding import places
-from hostir.machines.cuda import blocks, copies, credits, flags, machine, native, products, streams
+from hostir.machines.cuda import blocks, copies, credits, flags, machine, native, products, streams, taped
 from hostir.machines.cuda import driver as cuda_driver
 from hostir.machines.cuda.tape import LAUNCH, Segment, TapeEntry, TapeWriter
 from hostir.machines.cuda.taped import IssuedSteps, Tapes
 from hostir.plan.operations import NONE, AllocateOp, ComputeOp
 from tests.counting import calls_of
 from tests.kernels.hopper import Hopper, hopper, inputs_of
-from tests.machines.cuda.test_native import NO_COMPILER, FakeDriver, driver, module
+from tests.machines.cuda.test_native import NO_COMPILER, FakeDriver, Graph, driver, module
 
 __all__ = ["driver", "module"]  # fixtures
 pytestmark = NO_COMPILER
@@ -414,47 +414,78 @@ def test_a_call_of_the_driver_that_fails_names_its_statement(
     assert failed.value.diagnostics[0].span is not None
 
 
+class OnStream:
+    """Stands for torch.cuda.stream."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> None:
+        self.before, Current.stream = Current.stream, self.stream
+
+    def __exit__(self, *_: object) -> None:
+        Current.stream = self.before
+
+
 class Products:
-    """Makes the products of a plan launches of a fake kernel of cuBLAS, which captures show.
+    """Makes the products of a plan launches of a fake kernel of cuBLAS, which a capture shows.
 
     The kernel's parameters are a number, the address of the left operand in a tensor map, and the other addresses.
+
+    Fields:
+        number: what the kernel depends on besides addresses.
+        word: a word of the tensor map.
+        nodes: the number of nodes of a captured graph.
+        error: the exception of a product that is captured.
+        captures: the streams of the captures.
     """
 
-    number = 7  # what the kernel depends on besides addresses
+    number, word, nodes = 7, 0, 1
+    error: Exception | None = None
 
-    def __init__(self, plan: Any, module: Any) -> None:
-        self.plan, self.module = plan, module
+    def __init__(self, plan: Any, driver: FakeDriver, module: Any) -> None:
+        self.plan, self.driver, self.module = plan, driver, module
         self.kernel = ctypes.create_string_buffer(b"impp")
-        self.captures: list[int] = []  # the streams
+        self.captures: list[Stream] = []
+        self.graph: Graph | None = None
         for n in plan.in_captures:
             plan.steps[n] = partial(self.product, plan.ops[n])
 
-    def fields(self, op: ComputeOp) -> tuple[Any, ...]:
-        left, right, out = (self.plan.registers[i].data_ptr() for i in (*op.operands, op.out))
-        image = struct.pack("<i60x16Q2Q", self.number, left + 64, *range(15), right, out)
-        return ctypes.addressof(self.kernel), (4, 2, 1, 32, 1, 1), 512, b"", image, (0, 64, 192, 200)
-
     def product(self, op: ComputeOp) -> None:
         torch.zeros(1)  # torch issues it
-        entry = TapeEntry(LAUNCH, 0, 0, self.fields(op), (), "")
-        native.native(self.module, Segment((entry,), ()), (Current.stream.cuda_stream,))([])
-
-    def launch_of(self, step: Any, stream: Stream, module: Any) -> tuple[str, tuple[Any, ...]]:
-        """Stand for products.launch_of."""
-        self.captures.append(stream.cuda_stream)
-        return "gemm", self.fields(*step.args)
+        left, right, out = (self.plan.registers[i].data_ptr() for i in (*op.operands, op.out))
+        number = self.number if Current.stream in STREAMS[1:] else 7
+        image = struct.pack("<i60x16Q2Q", number, left + 64, *[self.word] * 15, right, out)
+        sizes, offsets = (4, 2, 3, 32, 1, 2), (0, 64, 192, 200)
+        if Current.stream in STREAMS[1:]:
+            self.captures.append(Current.stream)
+            if self.error is not None:
+                raise self.error
+            self.graph = Graph.of(image, offsets, ctypes.addressof(self.kernel))
+            self.graph.nodes = self.nodes
+            self.driver.library.fake_graph(ctypes.c_void_p(self.graph.handle))
+        else:
+            entry = TapeEntry(LAUNCH, 0, 0, (ctypes.addressof(self.kernel), sizes, 512, b"", image, offsets), (), "")
+            native.native(self.module, Segment((entry,), ()), (Current.stream.cuda_stream,))([])
 
 
 @pytest.fixture
-def gathered(gpu: Hopper, module: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[hi.Program, Any, Products]:
+def gathered(
+    gpu: Hopper, driver: FakeDriver, module: Any, monkeypatch: pytest.MonkeyPatch
+) -> tuple[hi.Program, Any, Products]:
     """An all-gather + matmul by `ring` and cuBLAS, whose products native code may launch."""
+    monkeypatch.setattr(torch.cuda, "stream", OnStream)
+    monkeypatch.setattr(products, "streams_of_captures", lambda device: (STREAMS[1], STREAMS[2]))
+    monkeypatch.setattr(products, "cuda_driver", lambda: driver.library)
     program = hi.lower(FUSIONS["gathered"](), "ring")
     plan = gpu.plan(program, 0, "cublas", inputs_of(program, 0))
-    cublas = Products(plan, module)
-    monkeypatch.setattr(products, "launch_of", cublas.launch_of)
-    monkeypatch.setattr(products, "streams_of_trials", lambda device: (STREAMS[1], STREAMS[2]))
     plan.tapes = Tapes(module, products=True)
-    return program, plan, cublas
+    return program, plan, Products(plan, driver, module)
+
+
+def work_in(log: Sequence[str]) -> list[str]:
+    """The lines of a log that are not captures."""
+    return [line for line in log if "capture" not in line]
 
 
 def test_native_code_launches_the_kernels_of_cublas_for_any_addresses(
@@ -463,32 +494,50 @@ def test_native_code_launches_the_kernels_of_cublas_for_any_addresses(
     program, plan, cublas = gathered
     logs = [issued(plan, inputs_of(program, 0), driver) for _ in range(5)]
     assert sum("launch 4x32 shared 512" in line for line in logs[0]) == len(plan.in_captures) == 2
-    assert all(relative(log) == relative(logs[0]) for log in logs)
-    assert cublas.captures == [STREAMS[1].cuda_stream, STREAMS[2].cuda_stream] * 2
+    assert all(relative(work_in(log)) == relative(logs[0]) for log in logs)
+    assert cublas.captures == [STREAMS[1], STREAMS[2]] * 2
+    assert plan.tapes.products
     text = plan.tapes.latest.text
     assert "by Python" not in text
-    assert "stream 1: launch gemm x 8(%a_shared of rank 0+64, %b, %c)" in text
+    assert "stream 1: launch gemm x 24(%a_shared of rank 0+64, %b, %c)" in text
     assert len(plan.tapes.latest.steps) == 2, "an allocation and a segment"
 
 
 def test_a_tape_with_a_kernel_of_cublas_is_for_one_alignment_within_256_bytes(
-    gathered: tuple[hi.Program, Any, Products], driver: FakeDriver
+    gathered: tuple[hi.Program, Any, Products], driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program, plan, _ = gathered
-    for offset in (0, 0, 16, 256, 16):
+    program, plan, cublas = gathered
+    monkeypatch.setattr(taped, "MAX_RECORDINGS", 3)
+
+    def at(offset: int) -> None:
         inputs = inputs_of(program, 0)
         x = inputs[1]
+        assert x is not None
         inputs[1] = StandIn.of(x.shape, x.stride(), x.dtype, x.device, (1 << 50) + offset)
         issued(plan, inputs, driver)
-    assert [taped is not None for taped in plan.tapes.by_key.values()] == [True, True]
+
+    for offset in (0, 0, 16, 256, 16):
+        at(offset)
+    assert [each is not None for each in plan.tapes.by_key.values()] == [True, True]
+    for _ in range(2):
+        at(32)
+    assert not plan.tapes.by_key, "too many recordings: each alignment within 16 bytes gets a tape without products"
+    count = len(cublas.captures)
+    for offset in (48, 64, 80):
+        at(offset)
+    assert len(plan.tapes.by_key) == 1
+    assert "by Python: 'matmul" in plan.tapes.latest.text
+    assert len(cublas.captures) == count
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"number": property(lambda cublas: len(cublas.captures))}, "its kernel depends on more than the addresses"),
-        ({"launch_of": lambda *_: (_ for _ in ()).throw(ValueError("it takes 2 steps"))}, "it takes 2 steps"),
-        ({"launch_of": lambda *_: (_ for _ in ()).throw(RuntimeError("CUDA error\nmore"))}, "CUDA error"),
+        ({"number": property(lambda cublas: len(cublas.captures))}, "gemm depends on more than addresses .* 0 to 0"),
+        ({"word": 0xABCD00000000}, "gemm uses other memory, such as a workspace .* 72 to 191"),
+        ({"nodes": 2}, "it takes 2 steps on the device"),
+        ({"error": RuntimeError("CUDA error\nmore")}, "RuntimeError: CUDA error$"),
+        ({"error": HostIRError(Diagnostic("no capture"))}, "no capture"),
     ],
 )
 def test_torch_calls_cublas_if_the_kernel_cannot_be_recorded(
@@ -501,38 +550,56 @@ def test_torch_calls_cublas_if_the_kernel_cannot_be_recorded(
     program, plan, cublas = gathered
     for name, value in change.items():
         monkeypatch.setattr(Products, name, value)
-    monkeypatch.setattr(products, "launch_of", cublas.launch_of)
-    logs = [issued(plan, inputs_of(program, 0), driver) for _ in range(4)]
-    lines = [line for line in plan.tapes.latest.text.splitlines() if line.startswith("by Python")]
+    logs, texts = [], []
+    record = taped.TapedRun.tape
+    monkeypatch.setattr(
+        taped.TapedRun, "tape", lambda self, ends: (each := record(self, ends), texts.append(each.text))[0]
+    )
+    for _ in range(5):
+        logs.append(work_in(issued(plan, inputs_of(program, 0), driver)))
+    lines = [line for line in texts[0].splitlines() if line.startswith("by Python")]
     assert len(lines) == len(plan.in_captures) == 2
-    assert all(f", as {reason}" in line for line in lines)
-    assert [len(log) for log in logs] == [len(logs[0])] * 4
-    assert all(register is None or plan.blank[i] is register for i, register in enumerate(plan.registers))
+    assert all(re.search(f", as {reason}", line) for line in lines), lines
+    assert all(relative(log) == relative(logs[0]) for log in logs)
+    assert all(plan.registers[i] is register for i, register in enumerate(plan.blank))
+    assert len(texts) == 2, "the tapes that follow are for alignments within 16 bytes, without captures"
+    assert len(cublas.captures) <= 4
+    assert Current.stream is STREAMS[0]
 
 
-def test_products_that_read_torchs_settings_remain_with_torch(
-    gathered: tuple[hi.Program, Any, Products], driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program, plan, cublas = gathered
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_fp16_accumulation", True)
-    for _ in range(3):
-        issued(plan, inputs_of(program, 0), driver)
-    assert "as torch allows sums in f16" in plan.tapes.latest.text
-    assert not cublas.captures
+def test_products_that_read_torchs_settings_remain_with_torch() -> None:
+    def reason(dtype: torch.dtype, computation: str = "matmul", rows: int = 4) -> str:
+        op = SimpleNamespace(out=3, computation=computation)
+        return products.refusal(op, {3: torch.empty(rows, 4, dtype=dtype)})  # type: ignore[arg-type]
+
+    assert [reason(dtype) for dtype in (torch.bfloat16, torch.float16)] == ["", ""]
+    assert reason(torch.float32) == reason(torch.float64) == "each call reads torch's settings of precision"
+    assert reason(torch.bfloat16, "grouped_matmul") == "it takes several kernels"
+    assert reason(torch.bfloat16, rows=0) == "an operand is empty"
+    before = torch.backends.cuda.matmul.allow_fp16_accumulation
+    torch.backends.cuda.matmul.allow_fp16_accumulation = True
+    try:
+        assert reason(torch.float16) == "torch allows sums in f16"
+        assert reason(torch.bfloat16) == ""
+    finally:
+        torch.backends.cuda.matmul.allow_fp16_accumulation = before
 
 
-def test_operands_are_moved_to_memory_of_the_same_layout_and_alignment() -> None:
+def test_operands_are_moved_to_memory_of_the_same_layout_and_alignment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "stream", OnStream)
     memory = torch.empty(4096, dtype=torch.uint8)
     begin = -memory.data_ptr() % 256
     x = memory[begin + 48 : begin + 48 + 480].view(torch.bfloat16).view(12, 20).t()[::2]
-    operands = {3: x, 5: memory[begin + 1024 :][:64].view(torch.float32), 6: x}
-    moved = products.elsewhere(operands)
+    inside = memory[begin + 64 :][:8].view(torch.float32)
+    operands = {3: x, 5: memory[begin + 1024 :][:64].view(torch.float32), 6: x, 7: inside}
+    moved = products.elsewhere(operands, STREAMS[1])  # type: ignore[arg-type]
     for register, tensor in operands.items():
         other = moved[register]
         assert (other.shape, other.stride(), other.dtype) == (tensor.shape, tensor.stride(), tensor.dtype)
         assert other.data_ptr() % 256 == tensor.data_ptr() % 256
-        assert other.data_ptr() != tensor.data_ptr()
+        assert other.untyped_storage().data_ptr() != memory.data_ptr()
     assert moved[3].data_ptr() == moved[6].data_ptr()
+    assert len({each.data_ptr() for each in moved.values()}) == 3
     last = x.data_ptr() + products.extent(x) - 1
-    image = struct.pack("<4Q", 5, x.data_ptr(), last, last + 1)
-    assert [*products.addresses_in(image, operands)] == [(8, 3, 0), (16, 3, products.extent(x) - 1)]
+    image = struct.pack("<5Q", 5, x.data_ptr(), last, last + 1, inside.data_ptr() + 4)
+    assert [*products.addresses_in(image, operands)] == [(8, 3, 0), (16, 3, products.extent(x) - 1), (32, 7, 4)]
