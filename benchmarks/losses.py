@@ -1,7 +1,7 @@
 """Loss curves of a Llama that trains in fp8, beside the same in bf16: hostir's layers, and torch's DTensors.
 
     torchrun --standalone --nproc-per-node 2 -m benchmarks.losses --out benchmarks/results/2xH100/losses
-    torchrun --standalone --nproc-per-node 2 -m benchmarks.losses --device cpu --model 3M --tokens 64
+    torchrun --standalone --nproc-per-node 2 -m benchmarks.losses --device cpu --batch 4 --tokens 256
     python -m benchmarks.losses --draw benchmarks/results/2xH100/losses.json docs/images/losses.svg
 
 All ways train the same model from the same weights, by AdamW, to predict the next byte of the same text: hostir's own

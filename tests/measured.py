@@ -32,7 +32,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "judge": ("judge",),
     "generate": ("generate",),
     "llama_block": ("llama_block", "llama_block_sizes"),
-    "losses": ("losses_3M",),
+    "losses": ("losses_100M",),
     "matmul": ("matmul", "fp8_matmul"),
     "matmul_all_reduce": ("matmul_all_reduce", "decode"),
     "matmul_reduce_scatter": ("matmul_reduce_scatter", "matmul_reduce_scatter_as_rank_of"),
