@@ -4,7 +4,8 @@
     python -m benchmarks.host_timeline --draw benchmarks/results/host_timeline.json docs/images/host_timeline.svg
 
 By hand, a call is `all_gather_into_tensor` and `mm`. hostir's calls are by a strategy and cuBLAS, without `out=`. The
-spans are medians of many calls of rank 0. The device has ended its work before each call.
+spans are medians of many calls of rank 0. The device has ended its work before each call. To note when a part ends
+takes time, too: the time of a call without notes is written beside its spans.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch.distributed as dist
 import hostir as hi
 from benchmarks.chart import STYLE
 from benchmarks.harness import synchronize, table, write
+from benchmarks.overhead import timed
 from examples import patterns
 from hostir.job.session import session
 from hostir.machines.cuda.taped import IssuedSteps
@@ -84,8 +86,9 @@ def stamped(executor: Any, stamps: Stamped) -> None:
     def steps_of(issued: IssuedSteps) -> IssuedSteps:
         parts = []
         for step in issued.steps:
-            kind = "torch" if id(step) in by_torch else "step" if id(step) in texts else "native"
-            parts.append(stamps.part(kind, texts.get(id(step), "a segment of the tape"), step))
+            native = type(getattr(getattr(step, "func", None), "__self__", None)).__name__ == "Tape"
+            kind = "torch" if id(step) in by_torch else "native" if native else "step"
+            parts.append(stamps.part(kind, texts.get(id(step), "native code" if native else "nothing"), step))
         return replace(issued, steps=parts)
 
     if plan.tapes is None or plan.tapes.latest is None:
@@ -101,26 +104,23 @@ def stamped(executor: Any, stamps: Stamped) -> None:
     plan.run = begun
 
 
-def measured(ranks: int, device: torch.device, repeats: int) -> dict[str, list[Part]]:
-    """Return the spans of each way."""
+def measured(ranks: int, device: torch.device, repeats: int) -> tuple[dict[str, list[Part]], dict[str, float]]:
+    """Return the spans of a call by each way, and the time of a call without notes."""
     a = torch.randn(1, 1, M // ranks, K, device=device).bfloat16()
     b = torch.randn(K, N, device=device).bfloat16()
     fusion = patterns.allgather_matmul(ranks=ranks, S=1, M=M, K=K, N=N, dtype="bf16")
     settle, stamps = partial(synchronize, device), Stamped()
-    gather, multiply = (
-        stamps.part("torch", "all-gather", dist.all_gather_into_tensor),
-        stamps.part("torch", "mm", torch.mm),
-    )
+    gather = stamps.part("torch", "all-gather", dist.all_gather_into_tensor)
+    multiply = stamps.part("torch", "mm", torch.mm)
 
-    def hand() -> None:
+    def hand(gather: Callable[..., Any], multiply: Callable[..., Any]) -> None:
         full = a.new_empty(M, K)
         gather(full, a.view(-1, K))
         multiply(full, b)
 
-    ways = {}
-    for _ in range(5):
-        hand()
-    ways["by hand: NCCL, cuBLAS"] = stamps.spans(hand, repeats, settle)
+    by_hand = "by hand: NCCL, cuBLAS"
+    whole = {by_hand: timed(partial(hand, dist.all_gather_into_tensor, torch.mm), repeats, settle)}
+    ways = {by_hand: stamps.spans(partial(hand, gather, multiply), repeats, settle)}
     for strategy in ("ring", "push"):
         for name, knobs in (
             ("from Python", {"native": False}),
@@ -129,12 +129,11 @@ def measured(ranks: int, device: torch.device, repeats: int) -> dict[str, list[P
         ):
             with hi.knobs.scope(**knobs):
                 executor = hi.Executor(hi.lower(fusion, strategy))
-                for _ in range(5):
-                    executor(a, b)
+                whole[f"{strategy}, {name}"] = timed(partial(executor, a, b), repeats, settle)
             stamped(executor, stamps)
             ways[f"{strategy}, {name}"] = stamps.spans(partial(executor, a, b), repeats, settle)
             dist.barrier()  # no rank frees symmetric memory while others use it
-    return ways
+    return ways, whole
 
 
 # The picture ----------------------------------------------------------------------------------------------------------
@@ -145,7 +144,7 @@ COLOURS = {"torch": "#d29922", "step": "#8fb1de", "native": "#3f6fb5", "rest": "
 
 def draw(data: dict[str, Any]) -> str:
     """Return an SVG with a row of spans for each way."""
-    ways, environment = data["ways"], data["environment"]
+    ways, whole, environment = data["ways"], data["whole"], data["environment"]
     longest = max(spans[-1][3] for spans in ways.values())
     width, height = LEFT + WIDTH + RIGHT, TOP + ROW * len(ways) + BOTTOM
     where = f"{environment.get('gpus', 1)} x {environment.get('gpu', 'no GPU')}"
@@ -161,7 +160,7 @@ def draw(data: dict[str, Any]) -> str:
         parts.append(f'<rect x="{x}" y="56" width="12" height="12" fill="{COLOURS[kind]}"/>')
         parts.append(f'<text x="{x + 18}" y="66">{text}</text>')
     for number, (way, spans) in enumerate(ways.items()):
-        parts += _row(way, spans, TOP + ROW * number, WIDTH / longest)
+        parts += _row(way, spans, whole[way], TOP + ROW * number, WIDTH / longest)
     unit = next(unit for unit in (5, 10, 20, 50, 100, 200, 500, 1000) if longest / unit <= 10 or unit == 1000)
     for at in range(0, int(longest) + 1, unit):
         x = LEFT + at * WIDTH / longest
@@ -171,24 +170,23 @@ def draw(data: dict[str, Any]) -> str:
     return "\n".join([*parts, "</svg>\n"])
 
 
-def _row(way: str, spans: Sequence[Part], y: float, scale: float) -> Iterator[str]:
+def _row(way: str, spans: Sequence[Part], us: float, y: float, scale: float) -> Iterator[str]:
     yield f'<text x="16" y="{y + BAR / 2 + 4}">{escape(way)}</text>'
     for kind, text, begin, end in spans:
         box = (
             f'x="{LEFT + begin * scale:.1f}" y="{y}" width="{max((end - begin) * scale - 0.6, 0.4):.1f}" height="{BAR}"'
         )
         yield f'<rect {box} fill="{COLOURS[kind]}"><title>{escape(text)}: {end - begin:.1f} us</title></rect>'
-    us = spans[-1][3]
-    yield f'<text class="quiet" x="{LEFT + us * scale + 4:.1f}" y="{y + BAR / 2 + 4}">{us:.0f} us</text>'
+    yield f'<text class="quiet" x="{LEFT + spans[-1][3] * scale + 4:.1f}" y="{y + BAR / 2 + 4}">{us:.0f} us</text>'
 
 
-def report(ways: dict[str, list[Part]]) -> str:
+def report(ways: dict[str, list[Part]], whole: dict[str, float]) -> str:
     """Return a table with a line for each way."""
     lines = []
     for way, spans in ways.items():
         sums = [sum(end - begin for each, _, begin, end in spans if each == kind) for kind in KINDS]
-        lines.append([way, *(f"{us:.1f}" if us else "" for us in sums), f"{spans[-1][3]:.1f}"])
-    return table(["way", *(f"{text}, us" for text in KINDS.values()), "call, us"], lines)
+        lines.append([way, *(f"{us:.1f}" if us else "" for us in sums), f"{spans[-1][3]:.1f}", f"{whole[way]:.1f}"])
+    return table(["way", *(f"{text}, us" for text in KINDS.values()), "all, us", "without notes, us"], lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -205,12 +203,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if job is None or job.device.type != "cuda":
             parser.error("it needs several ranks on GPUs: start it with torchrun")
         with torch.no_grad():
-            ways = measured(job.size, job.device, options.repeats)
+            ways, whole = measured(job.size, job.device, options.repeats)
         if job.rank == 0:
-            print(report(ways), flush=True)
+            print(report(ways, whole), flush=True)
             if options.out is not None:
-                data = {"ranks": job.size, "ways": ways}
-                write(options.out, "What the host does during a warm call", report(ways), data)
+                data = {"ranks": job.size, "ways": ways, "whole": whole}
+                write(options.out, "What the host does during a warm call", report(ways, whole), data)
 
 
 if __name__ == "__main__":

@@ -136,7 +136,8 @@ def test_native_code_computes_the_bits_of_torch_for_any_addresses(
     assert all(torch.equal(c, expected) for _, _, c, expected in kept)
     record_property("tape", executor.tape)
     print(shape, dtype, "by columns" if columns else "by rows", executor.tape)
-    if shape[0] >= 512:
+    if shape[0] == 2048:
+        assert "launch" in executor.tape
         assert "by Python" not in executor.tape
 
 
@@ -162,7 +163,7 @@ def test_recordings_leave_dropout_in_the_callers_graph_and_reserved_memory_as_th
         y = torch.nn.functional.dropout(x, 0.5)
     seen = []
     for n in range(8):
-        shape = (512, 1024 + 64 * n, 512)
+        shape = (2048, 1024 + 64 * n, 16384)  # 50 MB
         executor = product(shape, "bf16")
         graph.replay()
         executor(*operands(shape, "bf16"))
@@ -171,13 +172,13 @@ def test_recordings_leave_dropout_in_the_callers_graph_and_reserved_memory_as_th
         if n == 1:
             reserved = torch.cuda.memory_reserved()
     assert not any(torch.equal(one, other) for one, other in pairwise(seen))
-    assert torch.cuda.memory_reserved() - reserved < 32 << 20
+    assert torch.cuda.memory_reserved() - reserved < 64 << 20, "the same memory serves all recordings"
 
 
 def test_two_threads_record_products_at_once() -> None:
     def work(n: int) -> bool:
         torch.set_default_device("cuda")
-        shape, right = (256 + 64 * n, 512, 512), []
+        shape, right = (2048 + 64 * n, 512, 4096), []
         with torch.cuda.stream(torch.cuda.Stream()):
             executor = product(shape, "bf16")
             for _ in range(6):
@@ -185,7 +186,7 @@ def test_two_threads_record_products_at_once() -> None:
                 expected = torch.empty(shape[0], shape[2], dtype=a.dtype)
                 aten.matmul(expected, a, b)
                 right.append(torch.equal(executor(a, b)[0], expected))
-        return all(right)
+        return all(right) and "launch" in executor.tape
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(work, range(8)))

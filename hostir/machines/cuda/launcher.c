@@ -310,10 +310,11 @@ failed:
 /* ---- the kernel of a product: a capture shows what cuBLAS launches, and executes nothing */
 
 /* Overwrite the part of the stack that later calls use. The parameters of a kernel may contain bytes that nobody has
- * written. After this, they are zero in every capture, so that two captures can be compared. */
+ * written. After this, most of them are zero in both captures of a product, so that the captures can be compared. */
 static __attribute__((noinline)) void clear_stack(void) {
-  volatile char stack[STACK];
-  memset((char *)stack, 0, sizeof stack);
+  char stack[STACK];
+  memset(stack, 0, sizeof stack);
+  __asm__ volatile("" : : "r"(stack) : "memory"); /* without this, the compiler leaves the memset out */
 }
 
 /* Read the parameters of a kernel, each at its offset. Returns a tuple of their bytes and of their offsets. */
@@ -324,7 +325,7 @@ static PyObject *read_parameters(CUfunction function, void **parameters) {
     size = at + length > size ? at + length : size;
     count++;
   }
-  if (code != CUDA_ERROR_INVALID_VALUE || count == 0) /* which it is beyond the last parameter */
+  if (code != CUDA_ERROR_INVALID_VALUE || count == 0) /* the code for an index past the last parameter */
     return PyErr_Format(PyExc_ValueError, "the sizes of its parameters are not known (CUDA error %d)", (int)code);
   PyObject *image = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)size), *offsets = PyTuple_New((Py_ssize_t)count);
   if (image == NULL || offsets == NULL)
@@ -359,7 +360,7 @@ static Py_ssize_t read_attributes(CUgraphNode node, CUlaunchAttribute *attribute
     CUresult code = driver.cuGraphKernelNodeGetAttribute(node, known[i], &each->value);
     if (code == CUDA_SUCCESS)
       count += memcmp(&each->value, &usual, sizeof usual) != 0;
-    else if (known[i] != CU_LAUNCH_ATTRIBUTE_PREFERRED_CLUSTER_DIMENSION) /* not all GPUs have it */
+    else if (known[i] != CU_LAUNCH_ATTRIBUTE_PREFERRED_CLUSTER_DIMENSION) /* not all GPUs and drivers have it */
       return -1;
   }
   return count;
@@ -381,7 +382,7 @@ static PyObject *kernel_of(CUgraph graph) {
       (code = driver.cuGraphNodeGetType(first, &type)) != CUDA_SUCCESS)
     return failure(0, code);
   if (type != CU_GRAPH_NODE_TYPE_KERNEL)
-    return PyErr_Format(PyExc_ValueError, "it is no kernel");
+    return PyErr_Format(PyExc_ValueError, "its only node in a graph is not a kernel");
   if ((code = driver.cuGraphKernelNodeGetParams_v2(first, &node)) != CUDA_SUCCESS ||
       (node.func == NULL && (code = driver.cuKernelGetFunction(&node.func, node.kern)) != CUDA_SUCCESS) ||
       (code = driver.cuFuncGetName(&name, node.func)) != CUDA_SUCCESS)

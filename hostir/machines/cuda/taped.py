@@ -7,6 +7,7 @@ that only torch can run, and steps that allocate or free memory.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hostir.ir.source import logger
 from hostir.machines.binding import Step
 from hostir.machines.cuda.native import native
 from hostir.machines.cuda.products import UNIT, record_product
@@ -25,9 +27,10 @@ from hostir.plan.operations import CALLER, AllocateOp, CollectiveOp, ComputeOp, 
 if TYPE_CHECKING:
     from hostir.machines.cuda.machine import CudaPlan
 
+LOG = logger(__name__)
 MANY = 1000
 ALIGNMENT = 16  # bytes: Triton compiles kernels for the alignment of addresses within this unit
-MAX_RECORDINGS = 32  # if a plan is recorded more often, because alignments within UNIT differ, products stay with torch
+MAX_RECORDINGS = 32  # of a stream: if alignments within UNIT cause more of them, products stay with torch
 MAX_TAPES = 8  # the number of tapes that a plan keeps: callers have few streams, and most tensors are aligned
 aten = torch.ops.aten
 WITHOUT_WORK = aten.empty_strided.default, aten.record_stream.default  # beside the operators that make views
@@ -74,21 +77,22 @@ class Tapes:
 
     def __init__(self, module: Any, products: bool = False) -> None:
         self.module, self.products = module, products
+        self.unit = ALIGNMENT  # of the keys, in bytes
         self.registers: tuple[int, ...] | None = None  # of the caller's tensors; None before the first run
         self.symmetric = range(0)  # the addresses of this rank's symmetric memory
         self.by_key: dict[tuple[int, ...], IssuedSteps | None] = {}  # None: seen once
-        self.recordings = 0
+        self.recordings = Counter[int]()  # by the caller's stream, of a plan with products
 
     def steps(self, plan: CudaPlan) -> IssuedSteps:
         """Return the steps to issue for the plan's next run. The tensors of the run must be in the plan's registers."""
         if self.registers is None:
             self.registers = (*plan.unrolled.inputs, *(home for home, _ in plan.placed))
+            self.unit = UNIT if self.products and plan.in_captures else ALIGNMENT
             own = [register for register, op in plan.unrolled.symmetric.items() if op.rank == plan.unrolled.rank]
             if ranges := ranges_of(plan, own):
                 self.symmetric = range(ranges[0].start, max(each.stop for each in ranges))
         symmetric, caller = self.symmetric, plan.streams[CALLER].cuda_stream
-        unit = UNIT if self.products and plan.in_captures else ALIGNMENT
-        key = self.module.key(caller, plan.registers, self.registers, symmetric.start, symmetric.stop, unit)
+        key = self.module.key(caller, plan.registers, self.registers, symmetric.start, symmetric.stop, self.unit)
         if key in self.by_key:
             return self.by_key[key] or self.recording(plan, key, self.registers)
         if len(self.by_key) >= MAX_TAPES:
@@ -101,7 +105,7 @@ class Tapes:
         """The latest tape; None if there is none yet."""
         return next((taped for taped in reversed(self.by_key.values()) if taped is not None), None)
 
-    def recording(self, plan: CudaPlan, key: tuple[int, ...], registers: Sequence[int]) -> IssuedSteps:
+    def recording(self, plan: CudaPlan, key: tuple[int, ...], registers: tuple[int, ...]) -> IssuedSteps:
         """Return a single step, which issues the plan's run in Python and records it.
 
         If two of the tensors in `registers` overlap, return the plan's steps in Python, which record nothing.
@@ -109,19 +113,27 @@ class Tapes:
         if any(one.stop > other.start for one, other in pairwise(ranges_of(plan, registers))):
             return plan.in_python
         ends = [0, 0]
-        return IssuedSteps([partial(self.record, plan, key, ends)], ends)
+        return IssuedSteps([partial(self.record, plan, key, registers, ends)], ends)
 
-    def record(self, plan: CudaPlan, key: tuple[int, ...], ends: list[int]) -> None:
+    def record(self, plan: CudaPlan, key: tuple[int, ...], registers: tuple[int, ...], ends: list[int]) -> None:
         """Issue a run in Python, and keep its tape for later runs with the same key.
 
-        If only torch can issue the steps, the plan needs no tapes: Python issues all later runs.
+        If only torch can issue the steps, the plan needs no tapes: Python issues all later runs. If no product can be
+        recorded, or if alignments within UNIT differ too often, products stay with torch.
         """
-        taped = TapedRun(plan, self.module, key[0], self.products)
-        self.by_key[key] = taped.tape(ends)
-        self.recordings += 1
-        if self.products and (all(taped.reasons.values()) or self.recordings >= MAX_RECORDINGS):
-            self.products = False
-            self.by_key.clear()  # the units of the keys differ
+        taped = TapedRun(plan, self.module, key[0], self.unit == UNIT)
+        self.by_key[key] = steps = taped.tape(ends)
+        if self.unit == UNIT:
+            self.recordings[key[0]] += 1
+            refused = all(taped.reasons.values())
+            if refused or self.recordings[key[0]] >= MAX_RECORDINGS:
+                self.unit = ALIGNMENT
+                self.by_key.clear()
+            if refused:
+                symmetric = self.symmetric
+                key = self.module.key(key[0], plan.registers, registers, symmetric.start, symmetric.stop, ALIGNMENT)
+                self.by_key[key] = steps
+                LOG.info("@%s: products by torch: %s", plan.unrolled.program.name, {*taped.reasons.values()})
         if not taped.has_segments:
             plan.tapes = None
 

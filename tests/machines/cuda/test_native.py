@@ -353,7 +353,7 @@ def test_a_capture_that_is_not_one_kernel_is_refused(module: Any, driver: FakeDr
     for changed, reason in (
         ({"nodes": 0}, "it takes 0 steps on the device"),
         ({"nodes": 2}, "it takes 2 steps on the device"),
-        ({"type": 2}, "it is no kernel"),
+        ({"type": 2}, "its only node in a graph is not a kernel"),
         ({"type": -1}, "its attributes cannot be read"),
         ({"parameters": None}, "its parameters cannot be read"),
         *(({"function": ctypes.addressof(each)}, "the sizes of its parameters are not known") for each in letters),
@@ -366,7 +366,7 @@ def test_a_capture_that_is_not_one_kernel_is_refused(module: Any, driver: FakeDr
     assert not driver.library.fake_graphs()
 
 
-@pytest.mark.parametrize("call", range(7))
+@pytest.mark.parametrize("call", range(8))
 def test_a_capture_that_fails_is_an_error_of_the_driver(call: int, module: Any, driver: FakeDriver) -> None:
     graph = Graph.of(PARAMETERS, AT, 0, kernel=ctypes.addressof(GEMM))
     driver.take()

@@ -433,14 +433,17 @@ class Products:
     The kernel's parameters are a number, the address of the left operand in a tensor map, and the other addresses.
 
     Fields:
-        number: what the kernel depends on besides addresses.
+        number: what the kernel depends on besides addresses, in the second capture of a product.
+        grid: the size of the grid in the second capture.
+        without_out: True if the kernel does not get the address of the result.
         word: a word of the tensor map.
         nodes: the number of nodes of a captured graph.
-        error: the exception of a product that is captured.
+        error: the exception of the second capture.
         captures: the streams of the captures.
     """
 
-    number, word, nodes = 7, 0, 1
+    number, grid, word, nodes = 7, 4, 0, 1
+    without_out = False
     error: Exception | None = None
 
     def __init__(self, plan: Any, driver: FakeDriver, module: Any) -> None:
@@ -454,15 +457,17 @@ class Products:
     def product(self, op: ComputeOp) -> None:
         torch.zeros(1)  # torch issues it
         left, right, out = (self.plan.registers[i].data_ptr() for i in (*op.operands, op.out))
-        number = self.number if Current.stream in STREAMS[1:] else 7
-        image = struct.pack("<i60x16Q2Q", number, left + 64, *[self.word] * 15, right, out)
+        second = Current.stream is STREAMS[2]
+        number, end = self.number if second else 7, 0 if self.without_out else out
+        image = struct.pack("<i60x16Q2Q", number, left + 64, *[self.word] * 15, right, end)
         sizes, offsets = (4, 2, 3, 32, 1, 2), (0, 64, 192, 200)
         if Current.stream in STREAMS[1:]:
             self.captures.append(Current.stream)
-            if self.error is not None:
+            if self.error is not None and second:
                 raise self.error
             self.graph = Graph.of(image, offsets, ctypes.addressof(self.kernel))
             self.graph.nodes = self.nodes
+            self.graph.sizes[0] = self.grid if second else 4
             self.driver.library.fake_graph(ctypes.c_void_p(self.graph.handle))
         else:
             entry = TapeEntry(LAUNCH, 0, 0, (ctypes.addressof(self.kernel), sizes, 512, b"", image, offsets), (), "")
@@ -496,7 +501,6 @@ def test_native_code_launches_the_kernels_of_cublas_for_any_addresses(
     assert sum("launch 4x32 shared 512" in line for line in logs[0]) == len(plan.in_captures) == 2
     assert all(relative(work_in(log)) == relative(logs[0]) for log in logs)
     assert cublas.captures == [STREAMS[1], STREAMS[2]] * 2
-    assert plan.tapes.products
     text = plan.tapes.latest.text
     assert "by Python" not in text
     assert "stream 1: launch gemm x 24(%a_shared of rank 0+64, %b, %c)" in text
@@ -533,11 +537,14 @@ def test_a_tape_with_a_kernel_of_cublas_is_for_one_alignment_within_256_bytes(
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"number": property(lambda cublas: len(cublas.captures))}, "gemm depends on more than addresses .* 0 to 0"),
+        ({"number": 8}, "gemm depends on more than addresses .* 0 to 0"),
         ({"word": 0xABCD00000000}, "gemm uses other memory, such as a workspace .* 72 to 191"),
+        ({"grid": 5}, "its kernel or grid depends on the addresses of its operands"),
+        ({"without_out": True}, "gemm does not contain the addresses of 1 operands"),
         ({"nodes": 2}, "it takes 2 steps on the device"),
         ({"error": RuntimeError("CUDA error\nmore")}, "RuntimeError: CUDA error$"),
         ({"error": HostIRError(Diagnostic("no capture"))}, "no capture"),
+        ({"unknown": True}, "an operand is not in a buffer of the program"),
     ],
 )
 def test_torch_calls_cublas_if_the_kernel_cannot_be_recorded(
@@ -548,23 +555,26 @@ def test_torch_calls_cublas_if_the_kernel_cannot_be_recorded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     program, plan, cublas = gathered
+    if change.pop("unknown", False):
+        monkeypatch.setattr(taped.TapedRun, "memories", lambda self: [])
     for name, value in change.items():
-        monkeypatch.setattr(Products, name, value)
-    logs, texts = [], []
-    record = taped.TapedRun.tape
-    monkeypatch.setattr(
-        taped.TapedRun, "tape", lambda self, ends: (each := record(self, ends), texts.append(each.text))[0]
-    )
-    for _ in range(5):
-        logs.append(work_in(issued(plan, inputs_of(program, 0), driver)))
-    lines = [line for line in texts[0].splitlines() if line.startswith("by Python")]
+        setattr(cublas, name, value)
+    recordings, record = list[Any](), taped.TapedRun.tape
+    monkeypatch.setattr(taped.TapedRun, "tape", lambda self, ends: (recordings.append(self), record(self, ends))[1])
+    logs = [work_in(issued(plan, inputs_of(program, 0), driver)) for _ in range(4)]
+    inputs = inputs_of(program, 0)
+    x = inputs[1]
+    assert x is not None
+    inputs[1] = StandIn.of(x.shape, x.stride(), x.dtype, x.device, (1 << 50) + 16)
+    assert len(issued(plan, inputs, driver)) == len(logs[0])
+    assert len(recordings) == 1, "the tape holds for all alignments within 16 bytes"
+    assert all(relative(log) == relative(logs[0]) for log in logs)
+    assert sum("launch 4x32 shared 512" in line for line in logs[0]) == 2
+    assert Current.stream is STREAMS[0]
+    lines = [line for line in plan.tapes.latest.text.splitlines() if line.startswith("by Python")]
     assert len(lines) == len(plan.in_captures) == 2
     assert all(re.search(f", as {reason}", line) for line in lines), lines
-    assert all(relative(log) == relative(logs[0]) for log in logs)
-    assert all(plan.registers[i] is register for i, register in enumerate(plan.blank))
-    assert len(texts) == 2, "the tapes that follow are for alignments within 16 bytes, without captures"
     assert len(cublas.captures) <= 4
-    assert Current.stream is STREAMS[0]
 
 
 def test_products_that_read_torchs_settings_remain_with_torch() -> None:
@@ -574,7 +584,7 @@ def test_products_that_read_torchs_settings_remain_with_torch() -> None:
 
     assert [reason(dtype) for dtype in (torch.bfloat16, torch.float16)] == ["", ""]
     assert reason(torch.float32) == reason(torch.float64) == "each call reads torch's settings of precision"
-    assert reason(torch.bfloat16, "grouped_matmul") == "it takes several kernels"
+    assert reason(torch.bfloat16, "grouped_matmul") == "only matmul, linear, scaled_matmul are recorded"
     assert reason(torch.bfloat16, rows=0) == "an operand is empty"
     before = torch.backends.cuda.matmul.allow_fp16_accumulation
     torch.backends.cuda.matmul.allow_fp16_accumulation = True
@@ -585,14 +595,13 @@ def test_products_that_read_torchs_settings_remain_with_torch() -> None:
         torch.backends.cuda.matmul.allow_fp16_accumulation = before
 
 
-def test_operands_are_moved_to_memory_of_the_same_layout_and_alignment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "stream", OnStream)
+def test_operands_are_moved_to_memory_of_the_same_layout_and_alignment() -> None:
     memory = torch.empty(4096, dtype=torch.uint8)
     begin = -memory.data_ptr() % 256
     x = memory[begin + 48 : begin + 48 + 480].view(torch.bfloat16).view(12, 20).t()[::2]
     inside = memory[begin + 64 :][:8].view(torch.float32)
     operands = {3: x, 5: memory[begin + 1024 :][:64].view(torch.float32), 6: x, 7: inside}
-    moved = products.elsewhere(operands, STREAMS[1])  # type: ignore[arg-type]
+    moved = products.elsewhere(operands)
     for register, tensor in operands.items():
         other = moved[register]
         assert (other.shape, other.stride(), other.dtype) == (tensor.shape, tensor.stride(), tensor.dtype)
