@@ -138,7 +138,7 @@ def measured(ranks: int, device: torch.device, repeats: int) -> tuple[dict[str, 
 
 # The picture ----------------------------------------------------------------------------------------------------------
 # In pixels.
-LEFT, WIDTH, TOP, ROW, BAR, RIGHT, BOTTOM = 176, 680, 84, 38, 24, 64, 44
+LEFT, WIDTH, TOP, ROW, BAR, RIGHT, BOTTOM = 176, 640, 84, 38, 24, 150, 44
 COLOURS = {"torch": "#d29922", "step": "#8fb1de", "native": "#3f6fb5", "rest": "#b4bcc5"}
 
 
@@ -177,7 +177,8 @@ def _row(way: str, spans: Sequence[Part], us: float, y: float, scale: float) -> 
             f'x="{LEFT + begin * scale:.1f}" y="{y}" width="{max((end - begin) * scale - 0.6, 0.4):.1f}" height="{BAR}"'
         )
         yield f'<rect {box} fill="{COLOURS[kind]}"><title>{escape(text)}: {end - begin:.1f} us</title></rect>'
-    yield f'<text class="quiet" x="{LEFT + spans[-1][3] * scale + 4:.1f}" y="{y + BAR / 2 + 4}">{us:.0f} us</text>'
+    place = f'x="{LEFT + spans[-1][3] * scale + 4:.1f}" y="{y + BAR / 2 + 4}"'
+    yield f'<text class="quiet" {place}>{us:.0f} us without notes</text>'
 
 
 def report(ways: dict[str, list[Part]], whole: dict[str, float]) -> str:
@@ -197,6 +198,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.draw:
         given, picture = options.draw
+        if not given.is_file():
+            parser.error(f"there are no results in {given}: write them with --out")
         picture.write_text(draw(json.loads(given.read_text())), encoding="utf-8")
         return
     with session() as job:

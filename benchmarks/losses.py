@@ -208,6 +208,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.draw:
         given, picture = options.draw
+        if not given.is_file():
+            parser.error(f"there are no results in {given}: write them with --out")
         picture.write_text(draw(json.loads(given.read_text())), encoding="utf-8")
         return 0
     with session(options.device) as job:

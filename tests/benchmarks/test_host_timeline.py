@@ -1,9 +1,10 @@
-"""The picture of what the host does during a warm call."""
+"""The picture of a warm call on the host."""
 
 from __future__ import annotations
 
 import time
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
@@ -73,3 +74,9 @@ def test_without_gpus_it_says_what_it_needs(capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit):
         main([])
     assert "it needs several ranks on GPUs" in capsys.readouterr().err
+
+
+def test_a_file_that_is_not_there_is_one_message(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        main(["--draw", str(tmp_path / "none.json"), str(tmp_path / "none.svg")])
+    assert "none.json: write them with --out" in capsys.readouterr().err

@@ -42,6 +42,12 @@ def test_it_asks_for_several_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     assert "start it with torchrun" in capsys.readouterr().err
 
 
+def test_a_file_that_is_not_there_is_one_message(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        main(["--draw", str(tmp_path / "none.json"), str(tmp_path / "none.svg")])
+    assert "none.json: write them with --out" in capsys.readouterr().err
+
+
 def test_a_curve_is_the_mean_of_the_last_losses() -> None:
     assert smooth([3.0, 1.0]) == [3.0, 2.0]
     assert smooth([9.0, *[1.0] * SMOOTH]) == pytest.approx([9.0, *((9 + n) / (n + 1) for n in range(1, SMOOTH)), 1.0])

@@ -71,6 +71,8 @@ def record_product(plan: CudaPlan, number: int, module: Any, writer: TapeWriter)
         return str(problem)
     except Exception as problem:  # the step has just run, so this says only that it cannot be captured
         return headline(problem).partition("\n")[0]
+    if not writer.complete:
+        return "Triton computes it"
     addresses = [writer.address(at, operands[register].data_ptr() + offset) for at, register, offset in found]
     if any(address.memory is None for address in addresses):
         return "an operand is not in a buffer of the program"

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 LOG = logger(__name__)
 MANY = 1000
 ALIGNMENT = 16  # bytes: Triton compiles kernels for the alignment of addresses within this unit
-MAX_RECORDINGS = 32  # of a stream: if alignments within UNIT cause more of them, products stay with torch
+MAX_RECORDINGS = 32  # of runs on one stream of the caller, each with another alignment; then products stay with torch
 MAX_TAPES = 8  # the number of tapes that a plan keeps: callers have few streams, and most tensors are aligned
 aten = torch.ops.aten
 WITHOUT_WORK = aten.empty_strided.default, aten.record_stream.default  # beside the operators that make views
@@ -129,11 +129,12 @@ class Tapes:
             if refused or self.recordings[key[0]] >= MAX_RECORDINGS:
                 self.unit = ALIGNMENT
                 self.by_key.clear()
+                reasons = {*taped.reasons.values(), "" if refused else "alignments differ too often"}
+                LOG.info("@%s: products by torch: %s", plan.unrolled.program.name, ", ".join(sorted(reasons - {""})))
             if refused:
                 symmetric = self.symmetric
                 key = self.module.key(key[0], plan.registers, registers, symmetric.start, symmetric.stop, ALIGNMENT)
                 self.by_key[key] = steps
-                LOG.info("@%s: products by torch: %s", plan.unrolled.program.name, {*taped.reasons.values()})
         if not taped.has_segments:
             plan.tapes = None
 

@@ -326,7 +326,7 @@ PARAMETERS = struct.pack("<i4xQ48x16Qb", 7, 0x10020, 0x20000, *range(15), 1)
 
 
 def captured(module: Any, driver: FakeDriver, graph: Graph, work: Callable[[], object] = list) -> Any:
-    """Return what the launcher reads from a capture whose graph is `graph`."""
+    """Return the result of the launcher for a capture whose graph is `graph`."""
     driver.library.fake_graph(ctypes.c_void_p(graph.handle))
     return module.launch_of(0x100, work)
 
