@@ -215,6 +215,15 @@ class Links:
         with self.changing:
             return self.linked and (self.rank > 0 or sum(link.rank >= 0 for link in self.links) >= self.size - 1)
 
+    def await_link(self) -> None:
+        """Wait until this rank is connected to rank 0, which has joined the job: else nobody notices if this rank dies.
+
+        Give up after PATIENCE seconds, or if an attempt to connect has failed.
+        """
+        deadline = time.monotonic() + PATIENCE
+        while not self.linked and not self.vain and time.monotonic() < deadline:
+            time.sleep(PAUSE / 10)
+
     def await_own(self) -> None:
         """Wait until this rank has received all its events from rank 0. Then it has received all earlier events, too.
 

@@ -196,6 +196,8 @@ class Session:
     ) -> None:
         """Poll until all ranks have arrived. Raise a HostIRError that names the ranks that do not arrive in time.
 
+        After that, the other ranks notice if this rank dies, because it is connected to rank 0.
+
         If another rank has abandoned a call, it does not arrive. Then raise the error about the abandoned call.
 
         Args:
@@ -220,6 +222,8 @@ class Session:
                 )
             time.sleep(pause)
             pause = min(2 * pause, MAX_PAUSE)
+        if hasattr(self, "watchdog"):  # it is missing while the session begins
+            self.watchdog.links.await_link()
 
     @property
     def symmetric_bytes(self) -> int:

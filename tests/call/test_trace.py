@@ -82,7 +82,7 @@ def test_rows_that_arrive_while_a_kernel_waits_are_marked(tmp_path: Path) -> Non
     trace = Trace()
     program = lower(patterns.moe_layer(ranks=3, S=1, M=4, K=6, H=6), "fused")
     run_whole(program, random_inputs(program, {}), trace=trace)
-    sent = {(e.rank, e.end) for e in trace.events if e.statement.startswith("put %x_dense ->")}
+    sent = [(e.rank, e.end) for e in trace.events if e.statement.startswith("put %x_dense ->")]
     assert len(sent) == 9
     for rank in range(3):
         (kernel,) = [e for e in trace.events if e.rank == rank and "grouped_matmul %x_full, %gate" in e.statement]

@@ -41,6 +41,7 @@ from hostir.ir.source import HostIRError
 from hostir.ir.types import FLOATS, FP8
 from hostir.job import symmetric
 from hostir.job.agreement import Meetings
+from hostir.job.links import Links
 from hostir.job.session import joined, session
 from hostir.kernels.dtypes import TORCH
 from hostir.lower import STRATEGIES
@@ -916,7 +917,20 @@ def a_peer_is_killed_before_its_barrier() -> None:
     )
 
 
+def connect_late() -> None:
+    """Let this rank's watchdog take longer to connect than the three short calls of the cases above take."""
+    connect = Links.connect
+
+    def late(links: Links) -> None:
+        time.sleep(1)
+        connect(links)
+
+    Links.connect = late  # type: ignore[method-assign]
+
+
 def main() -> None:
+    if sys.argv[1].startswith("a_peer_is_killed"):
+        connect_late()
     torch.use_deterministic_algorithms(True)  # also fills new memory with NaN
     repeated = [name for name in sys.argv[1:] if name in ("all_gather", "copies_and_a_matmul_that_waits")]
     for names in (sys.argv[1:], repeated):  # the second session opens all connections again

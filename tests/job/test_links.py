@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from hostir.job.links import Links, RankEvent
+from hostir.job.links import PATIENCE, Links, RankEvent
 
 
 class Store:
@@ -114,6 +114,29 @@ def test_a_rank_that_connects_later_receives_earlier_events(store: Store) -> Non
     until([first, last], lambda: len(last.events) == 2)
     assert first.events == last.events
     for one in (first, last):
+        one.close()
+    os.close(alarm)
+    os.close(end)
+
+
+def test_a_rank_waits_for_its_connection_but_not_after_an_attempt_has_failed(store: Store) -> None:
+    alarm, end = os.pipe()
+    first, last = Links(store, 0, 2, 10.0), Links(store, 1, 2, 10.0)
+    late = threading.Timer(0.2, last.serve, (0.0, alarm))
+    late.start()
+    last.await_link()
+    assert last.linked
+    late.join()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        unused = server.getsockname()[1]
+    store.set("links", json.dumps([["127.0.0.1"], unused, "token", "host"]))
+    lost = Links(store, 1, 2, 10.0)
+    lost.serve(0.0, alarm)
+    begin = time.monotonic()
+    lost.await_link()
+    assert not lost.linked
+    assert time.monotonic() - begin < PATIENCE / 2
+    for one in (first, last, lost):
         one.close()
     os.close(alarm)
     os.close(end)
