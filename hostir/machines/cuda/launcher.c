@@ -61,7 +61,7 @@ typedef struct {
 
 typedef struct {
   PyObject_HEAD
-  Py_ssize_t entries, patches, slots, streams, released;
+  Py_ssize_t entries, patches, slots, streams;
   CUcontext context; /* of the thread that made the tape: each run makes it current */
   Entry *entry;
   Patch *patch;       /* sorted by slot */
@@ -262,10 +262,10 @@ static PyObject *run(Tape *tape, PyObject *registers) {
     return NULL;
   if (code == CUDA_SUCCESS) {
     tape->running = 1;
-    PyThreadState *state = tape->entries >= tape->released ? PyEval_SaveThread() : NULL;
+    /* The driver waits while the queue of a stream is full, and other threads must notice why it does not empty. */
+    Py_BEGIN_ALLOW_THREADS
     code = issue_all(tape, &at);
-    if (state != NULL)
-      PyEval_RestoreThread(state);
+    Py_END_ALLOW_THREADS
     tape->running = 0;
   }
   if (code == CUDA_SUCCESS)
@@ -660,11 +660,10 @@ static int make_slots_and_streams(Tape *tape, PyObject *slots, PyObject *streams
 }
 
 static PyObject *tape_new(PyTypeObject *type, PyObject *arguments, PyObject *options) {
-  static char *names[] = {"entries", "patches", "slots", "streams", "released", NULL};
+  static char *names[] = {"entries", "patches", "slots", "streams", NULL};
   PyObject *entries, *patches, *slots, *streams;
-  Py_ssize_t released;
-  if (!PyArg_ParseTupleAndKeywords(arguments, options, "O!O!O!O!n", names, &PyTuple_Type, &entries, &PyTuple_Type,
-                                   &patches, &PyTuple_Type, &slots, &PyTuple_Type, &streams, &released))
+  if (!PyArg_ParseTupleAndKeywords(arguments, options, "O!O!O!O!", names, &PyTuple_Type, &entries, &PyTuple_Type,
+                                   &patches, &PyTuple_Type, &slots, &PyTuple_Type, &streams))
     return NULL;
   if (driver.library == NULL)
     return PyErr_Format(PyExc_RuntimeError, "no driver is open");
@@ -675,7 +674,6 @@ static PyObject *tape_new(PyTypeObject *type, PyObject *arguments, PyObject *opt
   tape->patches = PyTuple_GET_SIZE(patches);
   tape->slots = PyTuple_GET_SIZE(slots);
   tape->streams = PyTuple_GET_SIZE(streams);
-  tape->released = released;
   tape->entry = calloc((size_t)tape->entries + 1, sizeof(Entry));
   tape->patch = calloc((size_t)tape->patches + 1, sizeof(Patch));
   tape->first = calloc((size_t)tape->slots + 2, sizeof(Py_ssize_t));
@@ -713,8 +711,8 @@ static PyMethodDef tape_methods[] = {
 static PyTypeObject TapeType = {
     PyVarObject_HEAD_INIT(NULL, 0)
     .tp_name = "hostir_launcher.Tape",
-    .tp_doc = PyDoc_STR("Tape(entries, patches, slots, streams, released)\n--\n\n"
-                        "A list of driver calls. A run of `released` entries or more releases the GIL.\n\n"
+    .tp_doc = PyDoc_STR("Tape(entries, patches, slots, streams)\n--\n\n"
+                        "A list of driver calls.\n\n"
                         "`slots` are numbers of registers, `streams` are handles. Runs take place in the CUDA context\n"
                         "that is current now."),
     .tp_basicsize = sizeof(Tape),

@@ -15,7 +15,6 @@ from hostir.machines.cuda.tape import Segment
 
 SOURCE = Path(__file__).with_name("launcher.c")
 DRIVER = "libcuda.so.1"
-RELEASED = 32  # a segment with this many entries releases the GIL; a shorter one ends before another thread gains by it
 
 
 class DriverError(RuntimeError):
@@ -67,5 +66,5 @@ def native(module: Any, segment: Segment, streams: tuple[int, ...]) -> Callable[
         segment: the segment.
         streams: the handle of each stream of the tape.
     """
-    run: Callable[[list[Any]], None] = module.Tape(segment.rows, segment.patches, segment.slots, streams, RELEASED).run
+    run: Callable[[list[Any]], None] = module.Tape(segment.rows, segment.patches, segment.slots, streams).run
     return run

@@ -3,6 +3,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #include "cuda.h"
 
@@ -14,7 +15,15 @@ static _Thread_local int context;
 
 #define SAY(...) used += (size_t)snprintf(log_text + used, sizeof log_text - used, __VA_ARGS__)
 
+static volatile int blocked, waits;
+
 static CUresult next(void) {
+  for (int i = 0; blocked; i++, waits = 1) { /* as for room in a queue */
+    struct timespec moment = {0, 1000000};
+    nanosleep(&moment, NULL);
+    if (i > 10000)
+      return CUDA_ERROR_LAUNCH_TIMEOUT;
+  }
   if (contexts[context] != (CUcontext)1)
     return CUDA_ERROR_INVALID_CONTEXT;
   return calls++ == failing ? CUDA_ERROR_ILLEGAL_ADDRESS : CUDA_SUCCESS;
@@ -30,6 +39,11 @@ const char *fake_take(void) {
 }
 
 void fake_fail(int call) { failing = call; }
+
+/* Let calls wait until this is called with 0. */
+void fake_block(int on) { blocked = on, waits = 0; }
+
+int fake_waits(void) { return waits; }
 
 CUresult cuCtxGetCurrent(CUcontext *current) {
   *current = contexts[context];

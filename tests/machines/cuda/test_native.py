@@ -10,7 +10,9 @@ import struct
 import subprocess
 import sys
 import sysconfig
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -189,6 +191,19 @@ def test_a_launch_has_the_attributes_that_it_was_compiled_for(
     assert driver.take() == [f"0x100: launch {grid}x128 shared 1024 attributes{attributes} ( 10000 0 7 8 0 1 0 0 )"]
 
 
+def test_other_threads_run_while_the_driver_waits_for_a_full_queue(module: Any, driver: FakeDriver) -> None:
+    run, library = native(module, every_entry(), HANDLES), driver.library
+    library.fake_block(1)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(run, [A.begin, B.begin])
+        while not library.fake_waits():
+            time.sleep(0)
+        assert not waiting.done()
+        library.fake_block(0)
+    assert waiting.exception() is None
+    assert driver.take() == FIRST, "it did not give up waiting"
+
+
 @pytest.mark.parametrize("at", range(6))
 def test_a_call_of_the_driver_that_fails_names_its_operation(at: int, module: Any, driver: FakeDriver) -> None:
     entries = [replace(entry, place=10 + number) for number, entry in enumerate(every_entry().entries)]
@@ -273,7 +288,7 @@ def test_what_does_not_fit_a_tape_is_refused(module: Any, driver: FakeDriver) ->
             run(registers)
     for slots, streams in (((0, -1), HANDLES), ((0, "x"), HANDLES), ((0, 1), (1, 2.5)), ((0, 1), (1, -2))):
         with pytest.raises((TypeError, OverflowError, ValueError)):
-            module.Tape(every_entry().rows, every_entry().patches, slots, streams, 0)
+            module.Tape(every_entry().rows, every_entry().patches, slots, streams)
     sizes = (1, 1, 1, 1, 1, 1)
     launch = ((0, 0, 0, (0, sizes, 1, b"", bytes(8), (0,))),)
     event = ((4, 0, 0, (0x77,)),)
@@ -292,7 +307,7 @@ def test_what_does_not_fit_a_tape_is_refused(module: Any, driver: FakeDriver) ->
         (event, ((0, 0, 0, 0, False),)),  # an event holds no address
     ]:
         with pytest.raises(ValueError, match=r"a stream|a parameter|not an array|not a CUDA_MEMCPY2D|patch"):
-            module.Tape(entries, patches, (0, 1), HANDLES, 0)
+            module.Tape(entries, patches, (0, 1), HANDLES)
     assert driver.take() == []
 
 
