@@ -121,11 +121,11 @@ def measured(ranks: int, device: torch.device, repeats: int) -> tuple[dict[str, 
     by_hand = "by hand: NCCL, cuBLAS"
     whole = {by_hand: timed(partial(hand, dist.all_gather_into_tensor, torch.mm), repeats, settle)}
     ways = {by_hand: stamps.spans(partial(hand, gather, multiply), repeats, settle)}
-    for strategy in ("ring", "push"):
+    for strategy in ("sequential", "ring", "push"):
         for name, knobs in (
             ("from Python", {"native": False}),
             ("native", {}),
-            ("native, with cuBLAS", {"native_products": True}),
+            ("all native", {"native_products": True, "native_collectives": True}),
         ):
             with hi.knobs.scope(**knobs):
                 executor = hi.Executor(hi.lower(fusion, strategy))

@@ -32,6 +32,7 @@ __all__ = [
     "KERNELS",
     "KNOBS",
     "NATIVE",
+    "NATIVE_COLLECTIVES",
     "NATIVE_PRODUCTS",
     "PROFILE",
     "SPEC",
@@ -242,6 +243,15 @@ NATIVE: Knob[bool] = Knob(
     "that Triton needs, too. 0: Python issues all calls, which takes two to three times as long on the host.",
 )
 
+NATIVE_COLLECTIVES: Knob[bool] = Knob(
+    "HOSTIR_NATIVE_COLLECTIVES",
+    False,
+    "1 or 0",
+    _truth,
+    "1: native code also issues all-gathers, reduce-scatters and all-reduces of NCCL that run on the caller's stream. "
+    "This is an experiment: it was only tested with a fake NCCL. 0: torch calls NCCL.",
+)
+
 NATIVE_PRODUCTS: Knob[bool] = Knob(
     "HOSTIR_NATIVE_PRODUCTS",
     False,
@@ -273,7 +283,7 @@ TUNE: Knob[float] = Knob(
 
 KNOBS: tuple[Knob[Path | None] | Knob[int] | Knob[int | None] | Knob[float] | Knob[str] | Knob[bool], ...] = (
     *(DUMP, SPEC, TIMEOUT, KEEPALIVE, KERNELS, CACHE, SYMMETRIC_LIMIT, COMPARE_CALLS, NATIVE),
-    *(NATIVE_PRODUCTS, PROFILE, TUNE),
+    *(NATIVE_COLLECTIVES, NATIVE_PRODUCTS, PROFILE, TUNE),
 )
 
 

@@ -7,6 +7,7 @@ import ctypes
 import itertools
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -107,6 +108,7 @@ class Groups:
         streams: the worker streams of each program with symmetric memory, by the digest of the program. Executors that
             share memory share the streams.
         timeouts: for each program with symmetric memory, by its digest, the timeouts that its kernels report.
+        collectives: the collectives that native code issues, for the watchdog, by the `id` of each object.
         broken: the reason why this rank runs no more calls; empty if it may run calls. Either this rank could not
             connect to another rank, or a call was interrupted on this rank with gloo. In the second case, data that
             peers still send for this call would be received in the next call.
@@ -126,6 +128,7 @@ class Groups:
     memory: SymmetricMemory | None = None
     streams: dict[str, Any] = field(default_factory=dict)
     timeouts: dict[str, Any] = field(default_factory=dict)
+    collectives: weakref.WeakValueDictionary[int, Any] = field(default_factory=weakref.WeakValueDictionary)
     broken: str = ""
     abandoned: str = ""
     destroyer: Destroyer = field(default_factory=Destroyer)

@@ -1,10 +1,11 @@
 """The watchdog: end every rank when one of them is lost, so that no rank waits forever for a peer.
 
-Each rank has a watchdog thread. It checks for four events:
+Each rank has a watchdog thread. It checks for five events:
 - A rank has died.
 - A rank makes no more calls after a failure.
 - A communication of this rank makes no progress.
 - The device of this rank has reported an error.
+- A collective that native code has issued does not end.
 
 If one of them occurs, the thread prints one diagnostic that names this rank, its current statement and the cause. Then
 it ends the process at once, because a thread that is stuck in a collective cannot be stopped.
@@ -67,6 +68,9 @@ class Watched(Protocol):
 
         Errors that a call has already raised are left out.
         """
+
+    def overdue(self) -> str:
+        """Return a text about a communication on the device that torch's watchdog would end; empty if there is none."""
 
     def give_up(self, problem: HostIRError) -> None:
         """Raise this error in the current run, at the place where the run waits for a peer.
@@ -274,12 +278,13 @@ class Watchdog:
             with self.inspecting:
                 self.stop_misaligned()
                 cause = cause or self.standstill() or self.reported()
+                overdue = "" if cause else self.overdue()
                 if not cause:
                     self.end_lost_run()
-            if cause:
+            if cause or overdue:
                 if self.ends_by_itself():
                     return
-                self.end(cause)
+                (Watchdog.end if overdue else type(self).end)(self, cause or overdue)
 
     def ends_by_itself(self) -> bool:
         """Wait up to LAST_WORDS seconds for this rank to end by an error that it has raised; return True if it ends.
@@ -382,6 +387,17 @@ class Watchdog:
             self.links.announce("failed", problem, self.renewals)
         return problem
 
+    def overdue(self) -> str:
+        """Return a text about a communication that has not ended in time; empty if there is none.
+
+        Then the process ends even if it is a guest: torch's watchdog ends it, too, if a communication takes too long.
+        A host that waits for the device would wait forever.
+        """
+        words = self.plan.overdue() if self.plan is not None else ""
+        if words:
+            self.links.announce("failed", f"rank {self.rank}: {words}", self.renewals)
+        return words
+
     def end(self, cause: str) -> None:
         """Print the diagnostic with this cause, and end the process."""
         self.report(cause)
@@ -461,7 +477,9 @@ class Watchdog:
 
 
 class GuestWatchdog(Watchdog):
-    """The watchdog of one rank of a process group. It raises errors in calls, and never ends the process.
+    """The watchdog of one rank of a process group. It raises errors in calls, and does not end the process.
+
+    The exception is a collective on the device that does not end: see `overdue`.
 
     It installs no signal handlers. If a rank makes no calls, or fails in a call, the other ranks get an error only when
     they wait for this rank. If a rank dies, no rank of the group can make more calls.

@@ -6,13 +6,14 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
 from hostir.ir.source import Diagnostic, HostIRError
 from hostir.job import watchdog
 from hostir.job.links import RankEvent
-from hostir.job.watchdog import Watchdog
+from hostir.job.watchdog import GuestWatchdog, Watchdog
 
 
 class Plan:
@@ -38,6 +39,9 @@ class Plan:
         return self.number
 
     def reported_problem(self) -> str:
+        return ""
+
+    def overdue(self) -> str:
         return ""
 
 
@@ -201,3 +205,37 @@ def test_a_run_that_other_ranks_do_not_make_is_stopped_even_if_it_begins_after_t
     assert plan.raised is not None
     assert plan.raised.diagnostics[0].message == "rank 0 calls @a, rank 1 @b"
     assert "rank 0 was at a barrier" in str(plan.raised)
+
+
+class Overdue(Waiting):
+    """A plan with a collective on the device that does not end."""
+
+    def in_flight(self) -> list[object]:
+        return [SimpleNamespace(place=SimpleNamespace(statement=SimpleNamespace(span=None)))]
+
+    def describe(self, op: object) -> str:
+        return "'matmul %b, %w -> %c'"
+
+    def overdue(self) -> str:
+        return "'allgather %a -> %b' has not ended for 600 s"
+
+
+@pytest.mark.parametrize("kind", [Watchdog, GuestWatchdog])
+def test_a_collective_that_does_not_end_ends_the_process_even_of_a_guest(
+    kind: type[Watchdog], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    codes = list[int]()
+    monkeypatch.setattr(watchdog, "PERIOD", 1e-4)
+    monkeypatch.setattr(watchdog.os, "_exit", lambda code: (codes.append(code), dog.closing.set()))
+    dog = kind(None, 0, 1, 60.0, 30.0)
+    dog.observe(plan := Overdue([]))
+    dog.thread.join(20)
+    assert codes == [1]
+    assert plan.raised is None, "no call waits for it on the host"
+    assert (
+        "rank 0 is ended at 'matmul %b, %w -> %c': 'allgather %a -> %b' has not ended for 600 s"
+        in capsys.readouterr().err
+    )
+    dog.learn()
+    assert RankEvent("failed", 0, "rank 0: 'allgather %a -> %b' has not ended for 600 s") in dog.links.events
+    dog.close()

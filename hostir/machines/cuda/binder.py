@@ -24,7 +24,7 @@ from hostir.machines.cuda.copies import CopySteps
 from hostir.machines.cuda.credits import CallBoundary, uses_flags
 from hostir.machines.cuda.flags import CudaFlags
 from hostir.machines.cuda.implementations import SymmetricCollectives
-from hostir.machines.cuda.nccl import collective, messages
+from hostir.machines.cuda.nccl import collective, messages, recordable
 from hostir.machines.cuda.streams import join, record, wait
 from hostir.machines.cuda.timeline import Timeline
 from hostir.plan.lifetimes import awaited_at_once, late_streams
@@ -132,6 +132,7 @@ class CudaBinder:
         awaited_at_once: the handles of communications that the next operation awaits. Their collectives may run on the
             caller's stream.
         inlined: the handles of the collectives that have been bound to the caller's stream so far.
+        recordable: the NCCL backends of the collectives that native code can issue, by the positions of their steps.
         marks: the handles that are events of a stream, and not torch's `Work` objects.
         switches: the steps that only make another stream the current one, and the index of this stream.
         engine_copies: the buffers that copy engines copy to or from symmetric memory.
@@ -160,6 +161,7 @@ class CudaBinder:
         self.in_one_kernel = False
         self.awaited_at_once = awaited_at_once(context.unrolled)
         self.inlined = set[int]()
+        self.recordable: dict[int, Any] = {}
         self.checked = set[tuple[int, int, bool]]()  # indices: their register, limit and order
         self.marks = set[int]()
         self.engine_copies = set[int]()
@@ -368,6 +370,8 @@ class CudaBinder:
         backend = group._get_backend(self.context.device)
         start = collective(op, self.context.registers, backend, members, inline)
         self.here(op, self.implementations.in_order(op, start) if self.implementations and not inline else start)
+        if inline and recordable(op, members):
+            self.recordable[len(self.steps) - 1] = backend
 
     def add_messages(self, op: MessagesOp) -> None:
         groups = self.machine.groups if op.collective else self.machine.messages

@@ -4,8 +4,8 @@
  * allocates nothing. A run reads the addresses of the tensors in its slots, replaces the addresses that have changed,
  * and then makes the driver calls one by one.
  *
- * The driver's library is opened at run time. So this module builds where there is no driver, and a test can put a
- * library that records its calls in the driver's place.
+ * The libraries of the driver and of NCCL are opened at run time. So this module builds where they are missing, and a
+ * test can put a library that records its calls in their place.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -15,6 +15,8 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <structmember.h> /* before Python 3.12, T_DOUBLE is only there */
+#include <time.h>
 
 #include "cuda.h"
 
@@ -22,7 +24,10 @@
 #define STACK 65536 /* bytes that a call of cuBLAS may use */
 #define ALIGNMENT 64 /* of a CUtensorMap */
 
-typedef enum { LAUNCH, MEMORY, COPY, ROWS, RECORD, WAIT, KINDS } Kind;
+typedef enum { LAUNCH, MEMORY, COPY, ROWS, RECORD, WAIT, COLLECTIVE, KINDS } Kind;
+
+/* What a collective does. */
+typedef enum { ALLGATHER, REDUCE_SCATTER, ALLREDUCE, COLLECTIVES } Collective;
 
 /* One call of the driver. `place` is the index of the plan's step that makes it, for messages. */
 typedef struct {
@@ -48,6 +53,12 @@ typedef struct {
     } copy;
     CUDA_MEMCPY2D rows;
     CUevent event;
+    struct {
+      CUdeviceptr target, source;
+      size_t count;
+      void *communicator;
+      int what, type;
+    } collective;
   };
 } Entry;
 
@@ -69,6 +80,7 @@ typedef struct {
   Py_ssize_t *number; /* the number of the register that holds the tensor of each slot */
   uint64_t *address;  /* the address of each slot in the latest run */
   CUstream *stream;
+  double began; /* when the latest run began, in seconds of the monotonic clock */
   int running;
 } Tape;
 
@@ -97,20 +109,38 @@ static struct {
   CUresult (*cuFuncGetName)(const char **, CUfunction);
 } driver;
 
+/* Functions of NCCL, and two values of its enums. Its headers are not needed, as these do not change. */
+typedef struct {
+  void *library;
+  int (*ncclAllGather)(const void *, void *, size_t, int, void *, CUstream);
+  int (*ncclReduceScatter)(const void *, void *, size_t, int, int, void *, CUstream);
+  int (*ncclAllReduce)(const void *, void *, size_t, int, int, void *, CUstream);
+  int (*ncclCommGetAsyncError)(void *, int *);
+  const char *(*ncclGetErrorString)(int);
+} Nccl;
+
+static Nccl nccl;
+
+#define NCCL_SUM 0
+#define NCCL_IN_PROGRESS 7
+#define NCCL_ERRORS 100000 /* a CUresult of this and more is an error of NCCL, which has smaller numbers */
+
 static PyObject *driver_error; /* the exception that a run raises for a driver call that fails */
 static PyObject *data_ptr;     /* the name of the method that returns the address of a tensor */
 
 /* ---- the driver */
 
-static int find(const char *name, void *where) {
-  void *symbol = dlsym(driver.library, name);
+static int find_in(void *library, const char *what, const char *name, void *where) {
+  void *symbol = dlsym(library, name);
   if (symbol == NULL) {
-    PyErr_Format(PyExc_OSError, "the CUDA driver has no %s", name);
+    PyErr_Format(PyExc_OSError, "%s has no %s", what, name);
     return -1;
   }
   memcpy(where, &symbol, sizeof symbol);
   return 0;
 }
+
+static int find(const char *name, void *where) { return find_in(driver.library, "the CUDA driver", name, where); }
 
 PyDoc_STRVAR(open_doc, "open(path, error)\n--\n\nOpen the CUDA driver's library. Raises OSError if it cannot be used.\n\n"
                        "`error` is the class of the exception that runs raise: error(place, message).");
@@ -147,7 +177,51 @@ static PyObject *open_driver(PyObject *module, PyObject *arguments) {
   Py_RETURN_NONE;
 }
 
+PyDoc_STRVAR(open_nccl_doc, "open_nccl(path)\n--\n\n"
+                            "Open NCCL in a library that this process has loaded, or in one that it needs.\n\n"
+                            "Raises OSError if the library is not loaded, or has no NCCL.");
+
+static PyObject *open_nccl(PyObject *module, PyObject *path) {
+  (void)module;
+  const char *name = PyUnicode_AsUTF8(path);
+  if (name == NULL)
+    return NULL;
+  Nccl found = {.library = dlopen(name, RTLD_NOW | RTLD_NOLOAD)}; /* the copy of NCCL that made the communicators */
+  if (found.library == NULL)
+    return PyErr_Format(PyExc_OSError, "%s is not loaded", name);
+  if (find_in(found.library, name, "ncclAllGather", &found.ncclAllGather) ||
+      find_in(found.library, name, "ncclReduceScatter", &found.ncclReduceScatter) ||
+      find_in(found.library, name, "ncclAllReduce", &found.ncclAllReduce) ||
+      find_in(found.library, name, "ncclCommGetAsyncError", &found.ncclCommGetAsyncError) ||
+      find_in(found.library, name, "ncclGetErrorString", &found.ncclGetErrorString))
+    return NULL;
+  nccl = found;
+  Py_RETURN_NONE;
+}
+
 /* ---- running */
+
+static CUresult issue_collective(Entry *entry, CUstream stream) {
+  const void *source = (const void *)(uintptr_t)entry->collective.source;
+  void *target = (void *)(uintptr_t)entry->collective.target, *communicator = entry->collective.communicator;
+  size_t count = entry->collective.count;
+  int type = entry->collective.type, code;
+  switch (entry->collective.what) {
+  case ALLGATHER:
+    code = nccl.ncclAllGather(source, target, count, type, communicator, stream);
+    break;
+  case REDUCE_SCATTER:
+    code = nccl.ncclReduceScatter(source, target, count, type, NCCL_SUM, communicator, stream);
+    break;
+  default:
+    code = nccl.ncclAllReduce(source, target, count, type, NCCL_SUM, communicator, stream);
+  }
+  while (code == NCCL_IN_PROGRESS) { /* a communicator that does not block: later work must come after this */
+    int failed = nccl.ncclCommGetAsyncError(communicator, &code);
+    code = failed ? failed : code;
+  }
+  return code ? (CUresult)(NCCL_ERRORS + code) : CUDA_SUCCESS;
+}
 
 static CUresult issue(Entry *entry, CUstream stream) {
   switch (entry->kind) {
@@ -168,6 +242,8 @@ static CUresult issue(Entry *entry, CUstream stream) {
     return driver.cuEventRecord(entry->event, stream);
   case WAIT:
     return driver.cuStreamWaitEvent(stream, entry->event, 0);
+  case COLLECTIVE:
+    return issue_collective(entry, stream);
   default:
     return CUDA_ERROR_INVALID_VALUE;
   }
@@ -209,11 +285,15 @@ static CUresult issue_all(Tape *tape, Py_ssize_t *at) {
   return code;
 }
 
-/* Raise the exception for an error of the driver. */
+/* Raise the exception for an error of the driver or of NCCL. */
 static PyObject *failure(int place, CUresult code) {
-  const char *text = NULL;
-  driver.cuGetErrorString(code, &text);
-  PyObject *message = PyUnicode_FromFormat("%s (CUDA error %d)", text ? text : "unknown error", (int)code);
+  const char *text = NULL, *whose = (int)code < NCCL_ERRORS ? "CUDA" : "NCCL";
+  int number = (int)code % NCCL_ERRORS;
+  if ((int)code < NCCL_ERRORS)
+    driver.cuGetErrorString(code, &text);
+  else
+    text = nccl.ncclGetErrorString(number);
+  PyObject *message = PyUnicode_FromFormat("%s (%s error %d)", text ? text : "unknown error", whose, number);
   PyObject *arguments = Py_BuildValue("iN", place, message);
   if (arguments == NULL)
     return NULL;
@@ -261,6 +341,9 @@ static PyObject *run(Tape *tape, PyObject *registers) {
   if (read_addresses(tape, registers, &code))
     return NULL;
   if (code == CUDA_SUCCESS) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    tape->began = (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
     tape->running = 1;
     /* The driver waits while the queue of a stream is full, and other threads must notice why it does not empty. */
     Py_BEGIN_ALLOW_THREADS
@@ -537,6 +620,24 @@ static int make_event(Entry *entry, PyObject *fields) {
   return 0;
 }
 
+/* A collective of NCCL: (target, source, count, communicator, what, type). `type` is a value of ncclDataType_t. */
+static int make_collective(Entry *entry, PyObject *fields) {
+  unsigned long long target, source, communicator;
+  Py_ssize_t count;
+  if (!PyArg_ParseTuple(fields, "KKnKii", &target, &source, &count, &communicator, &entry->collective.what,
+                        &entry->collective.type))
+    return -1;
+  if (nccl.library == NULL || entry->collective.what < 0 || entry->collective.what >= COLLECTIVES) {
+    PyErr_SetString(PyExc_ValueError, nccl.library ? "an unknown kind of collective" : "a collective without NCCL");
+    return -1;
+  }
+  entry->collective.target = target;
+  entry->collective.source = source;
+  entry->collective.count = (size_t)count;
+  entry->collective.communicator = (void *)(uintptr_t)communicator;
+  return 0;
+}
+
 static int make_entry(Tape *tape, Entry *entry, PyObject *row) {
   int kind;
   PyObject *fields;
@@ -556,6 +657,8 @@ static int make_entry(Tape *tape, Entry *entry, PyObject *row) {
     return make_copy(entry, fields);
   case ROWS:
     return make_rows(entry, fields);
+  case COLLECTIVE:
+    return make_collective(entry, fields);
   default:
     return make_event(entry, fields);
   }
@@ -573,6 +676,9 @@ static char *holder(Entry *entry, size_t *size) {
   case COPY:
     *size = 2 * sizeof(CUdeviceptr);
     return (char *)&entry->copy.target;
+  case COLLECTIVE:
+    *size = 2 * sizeof(CUdeviceptr);
+    return (char *)&entry->collective.target;
   case ROWS:
     *size = sizeof(CUDA_MEMCPY2D);
     return (char *)&entry->rows;
@@ -708,6 +814,11 @@ static PyMethodDef tape_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
+static PyMemberDef tape_members[] = {
+    {"began", T_DOUBLE, offsetof(Tape, began), READONLY, "When the latest run began, by time.monotonic()."},
+    {NULL, 0, 0, 0, NULL},
+};
+
 static PyTypeObject TapeType = {
     PyVarObject_HEAD_INIT(NULL, 0)
     .tp_name = "hostir_launcher.Tape",
@@ -720,10 +831,12 @@ static PyTypeObject TapeType = {
     .tp_new = tape_new,
     .tp_dealloc = (destructor)tape_free,
     .tp_methods = tape_methods,
+    .tp_members = tape_members,
 };
 
 static PyMethodDef functions[] = {
     {"open", open_driver, METH_VARARGS, open_doc},
+    {"open_nccl", open_nccl, METH_O, open_nccl_doc},
     {"key", key, METH_VARARGS, key_doc},
     {"launch_of", launch_of, METH_VARARGS, launch_of_doc},
     {NULL, NULL, 0, NULL},

@@ -27,7 +27,7 @@ from hostir.kernels.dtypes import torch_dtype
 from hostir.kernels.layout import Words
 from hostir.kernels.repeats import Kernel
 from hostir.kernels.table import kernel_for
-from hostir.knobs import NATIVE, NATIVE_PRODUCTS, PROFILE
+from hostir.knobs import NATIVE, NATIVE_COLLECTIVES, NATIVE_PRODUCTS, PROFILE
 from hostir.machines.binding import MAX_PLANS, Step
 from hostir.machines.cuda import FEW
 from hostir.machines.cuda.binder import CudaBinder
@@ -77,7 +77,7 @@ class CudaMachine:
         self.cublas_streams: dict[int, CublasStreams] = {}
         self.profiled = PROFILE.get()
         self.launcher = launcher() if NATIVE.get() and not self.profiled else None  # None: Python issues all steps
-        self.products = NATIVE_PRODUCTS.get()
+        self.products, self.collectives = NATIVE_PRODUCTS.get(), NATIVE_COLLECTIVES.get()
 
     def kernel(self, op: ComputeOp) -> Kernel:
         """Return the kernel of a computation. During captures, it calls cuBLAS on a private stream."""
@@ -157,8 +157,9 @@ class CudaPlan:
         self.cursor: Iterator[Step] = iter(self.steps)  # its position says how many steps the latest run has begun
         self.issuing = self.in_python = IssuedSteps.of(self.steps)  # what the latest run issues
         taped = machine.launcher is not None and timeline is None
-        self.tapes = Tapes(machine.launcher, machine.products) if taped else None
+        self.tapes = Tapes(machine.launcher, machine.products, machine.collectives) if taped else None
         self.in_captures = binder.in_captures  # by position: the steps that a capture issues instead
+        self.recordable = binder.recordable  # by position: the NCCL backends of collectives that native code can issue
         self.ops = binder.ops  # the operation of each step
         self.switches = binder.switches  # the steps that only make another stream the current one, and this stream
         self.launches = binder.launches  # the steps that only launch kernels of Triton, with their operations
@@ -341,6 +342,18 @@ class CudaPlan:
     def reported_problem(self) -> str:
         problem = self.problem()
         return headline(problem) if problem is not None else ""
+
+    def overdue(self) -> str:
+        """Return which collective of this rank has not ended within the timeout of its group; empty if there is none.
+
+        torch's watchdog looks for such collectives, but does not see those that native code issues. The watchdog's
+        thread calls this method.
+        """
+        groups = self.machine.groups
+        seconds = groups.timeout.total_seconds()
+        watched = [ref() for ref in groups.collectives.valuerefs()]
+        late = next((each for each in watched if each is not None and each.late(seconds)), None)
+        return f"{late.text} has not ended for {seconds:.0f} s, the timeout of its process group" if late else ""
 
     def busy(self) -> list[tuple[Op, str]]:
         """Return the operations that may be unfinished, and a description of each.

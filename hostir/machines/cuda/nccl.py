@@ -1,8 +1,14 @@
-"""Collectives and messages by NCCL, through torch's process groups."""
+"""Collectives and messages by NCCL, through torch's process groups.
+
+Some collectives can be recorded on a tape. Then native code issues them to NCCL directly, with the communicator of the
+process group. Such a collective runs on the stream of the caller, as it does through torch. torch's watchdog does not
+see it, so hostir's watchdog looks whether it ends (see `CudaPlan.overdue`).
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C._distributed_c10d import (
@@ -12,8 +18,25 @@ from torch._C._distributed_c10d import (
     ReduceScatterOptions,
 )
 
+from hostir.job.links import headline
 from hostir.machines.binding import Step
+from hostir.machines.cuda.tape import COLLECTIVES, TapeWriter
 from hostir.plan.operations import CollectiveOp, MessagesOp
+
+if TYPE_CHECKING:
+    from hostir.machines.cuda.machine import CudaPlan
+
+LIBRARY = "libtorch_cuda.so"  # it needs, or contains, the copy of NCCL that made torch's communicators
+# Values of ncclDataType_t for sums, with the names of hostir's types. Other collectives move bytes.
+SUMMED = {
+    torch.int32: (2, "i32"),
+    torch.int64: (4, "i64"),
+    torch.float16: (6, "f16"),
+    torch.float32: (7, "f32"),
+    torch.float64: (8, "f64"),
+    torch.bfloat16: (9, "bf16"),
+}
+BYTES = (1, "bytes")
 
 
 def collective(
@@ -58,6 +81,56 @@ def collective(
         registers[handle] = call(registers[out], registers[x], options)
 
     return base
+
+
+def recordable(op: CollectiveOp, members: tuple[int, ...]) -> bool:
+    """Return True if a collective on the caller's stream can be recorded: one call of NCCL, for ranks in order.
+
+    `members` are the ranks of the process group.
+    """
+    order = [op.team.index(rank) for rank in members]
+    return not op.by and op.communication in COLLECTIVES and (order == sorted(order) or op.communication == "allreduce")
+
+
+@functools.cache
+def library_problem(module: Any, library: str = LIBRARY) -> str:
+    """Open NCCL in the native launcher. Return the reason if this is not possible, and else an empty text."""
+    try:
+        module.open_nccl(library)
+    except OSError as problem:
+        return str(problem)
+    return ""
+
+
+def record_collective(plan: CudaPlan, number: int, backend: Any, module: Any, writer: TapeWriter) -> str:
+    """Add a collective to a tape. Return the reason if this is not possible, and else an empty text.
+
+    Args:
+        plan: the plan, with the tensors of a run in its registers.
+        number: the index of the collective's step, which has just run.
+        backend: the NCCL backend of its process group.
+        module: the native launcher.
+        writer: the tape.
+    """
+    op = plan.ops[number]
+    assert isinstance(op, CollectiveOp)
+    x, out = plan.registers[op.x], plan.registers[op.out]
+    smaller = min(x, out, key=torch.Tensor.numel)
+    datatype = BYTES if op.communication == "allgather" else SUMMED.get(x.dtype)
+    if datatype is None:
+        return f"NCCL adds up {x.dtype} in torch's way"
+    if reason := library_problem(module):
+        return reason
+    try:
+        communicator = backend._comm_ptr()
+    except Exception as problem:  # whatever torch raises
+        return f"torch does not show NCCL's communicator ({headline(problem).partition(chr(10))[0]})"
+    count = smaller.numel() * (smaller.element_size() if datatype is BYTES else 1)
+    stream = plan.streams[op.stream].cuda_stream
+    writer.collective(op.communication, out.data_ptr(), x.data_ptr(), (count, *datatype), communicator, stream)
+    if any(address.memory is None for entry in writer.entries for address in entry.addresses):
+        return "a tensor is not in a buffer of the program"
+    return "" if writer.complete else "the tape lacks its stream"
 
 
 def _options(options_class: Any, inline: bool) -> Any:

@@ -1,12 +1,12 @@
 """Tapes: the driver calls that one call of a plan makes, as flat data with slots for the addresses that change.
 
 A tape is recorded while a plan runs. It holds launches of kernels, operations on flags in memory, copies, and events.
-An address within a tensor that changes from call to call becomes a slot and an offset. Any other address is fixed. A
-stream becomes a number.
+It may hold collectives of NCCL, too. An address within a tensor that changes from call to call becomes a slot and an
+offset. Any other address is fixed. A stream becomes a number.
 
-Only torch can run some steps, such as a product by cuBLAS or a collective by NCCL. Such a step ends a segment of the
-tape. So a call becomes a list that contains segments and steps in Python. `hostir.machines.cuda.native` issues a
-segment by one call of a C function.
+Only torch can run some steps, such as a product in f32 by cuBLAS. Such a step ends a segment of the tape. So a call
+becomes a list that contains segments and steps in Python. `hostir.machines.cuda.native` issues a segment by one call of
+a C function.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import Any, Protocol
 from hostir.kernels.parameters import TAPING, KernelLaunch, packed
 from hostir.machines.cuda.driver import AT_LEAST, WAIT, Memcpy2D, MemoryOp
 
-LAUNCH, MEMORY, COPY, ROWS, RECORD, AWAIT = range(6)  # kinds of entries, as in launcher.c
+LAUNCH, MEMORY, COPY, ROWS, RECORD, AWAIT, COLLECTIVE = range(7)  # kinds of entries, as in launcher.c
+COLLECTIVES = "allgather", "reduce_scatter", "allreduce"  # by their numbers in launcher.c
 # The driver's enum CUlaunchAttributeID, and a value of its enum CUclusterSchedulingPolicy.
 COOPERATIVE, CLUSTER, CLUSTER_SCHEDULING, DEPENDENT = 2, 4, 5, 6
 SPREAD = 1
@@ -71,10 +72,10 @@ class Address:
 
 @dataclass(frozen=True)
 class TapeEntry:
-    """One driver call on a tape.
+    """One call of the driver or of NCCL on a tape.
 
     Fields:
-        kind: LAUNCH, MEMORY, COPY, ROWS, RECORD or AWAIT.
+        kind: LAUNCH, MEMORY, COPY, ROWS, RECORD, AWAIT or COLLECTIVE.
         place: the index of the plan's step that makes the call.
         stream: the number of the stream.
         fields: the arguments of the call, in the form that the launcher in C takes.
@@ -247,6 +248,24 @@ class TapeWriter:
         )
         text = f"copy {addresses[1]} -> {addresses[0]}, {rows.height} rows of {rows.width} bytes"
         self.add(ROWS, stream, (bytes(rows),), addresses, text)
+
+    def collective(
+        self, what: str, target: int, source: int, elements: tuple[int, int, str], communicator: int, stream: int
+    ) -> None:
+        """Record a collective of NCCL.
+
+        Args:
+            what: one of COLLECTIVES.
+            target, source: the addresses of the tensors.
+            elements: the number of elements in the smaller one of them, their type as a value of NCCL's enum
+                ncclDataType_t, and the name of this type in texts.
+            communicator: NCCL's handle of the ranks.
+            stream: the handle of the stream.
+        """
+        (count, datatype, name), addresses = elements, (self.address(0, target), self.address(8, source))
+        text = f"{what} {addresses[1]} -> {addresses[0]} by NCCL, {count} {name}"
+        fields = (target, source, count, communicator, COLLECTIVES.index(what), datatype)
+        self.add(COLLECTIVE, stream, fields, addresses, text)
 
     def record(self, event: int, stream: int) -> None:
         """Add an entry that records an event on a stream. Both arguments are handles."""

@@ -1,4 +1,4 @@
-/* A CUDA driver that records its calls as lines of text. Built and loaded by test_native.py. */
+/* A CUDA driver and an NCCL that record their calls as lines of text. Built and loaded by test_native.py. */
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -236,3 +236,45 @@ CUresult cuFuncGetParamInfo(CUfunction function, size_t number, size_t *offset, 
   }
   return CUDA_ERROR_INVALID_VALUE;
 }
+
+/* NCCL. A call is in progress until it was asked about `pending` times; then it ends with the code `nccl_failing`. */
+static int pending, nccl_failing;
+
+void fake_nccl(int in_progress, int error) { pending = in_progress, nccl_failing = error; }
+
+static int nccl_code(void) { return pending > 0 ? 7 : nccl_failing; }
+
+int ncclAllGather(const void *x, void *y, size_t count, int type, void *communicator, CUstream stream) {
+  SAY("%p: allgather %llx -> %llx %zu of %d by %p\n", (void *)stream, (unsigned long long)x, (unsigned long long)y, count, type, communicator);
+  return nccl_code();
+}
+
+int ncclReduceScatter(const void *x, void *y, size_t count, int type, int op, void *communicator, CUstream stream) {
+  SAY("%p: reduce_scatter %d %llx -> %llx %zu of %d by %p\n", (void *)stream, op, (unsigned long long)x, (unsigned long long)y, count, type, communicator);
+  return nccl_code();
+}
+
+int ncclAllReduce(const void *x, void *y, size_t count, int type, int op, void *communicator, CUstream stream) {
+  SAY("%p: allreduce %d %llx -> %llx %zu of %d by %p\n", (void *)stream, op, (unsigned long long)x, (unsigned long long)y, count, type, communicator);
+  return nccl_code();
+}
+
+int ncclCommGetAsyncError(void *communicator, int *code) {
+  (void)communicator;
+  pending--;
+  *code = nccl_code();
+  return 0;
+}
+
+const char *ncclGetErrorString(int code) { return code == 6 ? "remote process exited" : "unknown"; }
+
+static int mode = 0;
+
+CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *other) {
+  int before = mode;
+  mode = (int)*other;
+  *other = (CUstreamCaptureMode)before;
+  return CUDA_SUCCESS;
+}
+
+int fake_mode(void) { return mode; }

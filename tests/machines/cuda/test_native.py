@@ -218,6 +218,75 @@ def test_a_call_of_the_driver_that_fails_names_its_operation(at: int, module: An
     assert driver.take() == FIRST
 
 
+def collectives() -> Segment:
+    writer = recorded()
+    writer.collective("allgather", B.begin, A.begin + 16, (64, 1, "bytes"), 0xC0, 0x100)
+    writer.collective("reduce_scatter", A.begin, B.begin, (32, 9, "bf16"), 0xC0, 0x200)
+    writer.collective("allreduce", FIXED.begin, FIXED.begin, (8, 7, "f32"), 0xC1, 0x100)
+    return Segment.of([replace(entry, place=10 + n) for n, entry in enumerate(writer.entries)])
+
+
+def by_nccl(a: int, b: int) -> list[str]:
+    """What `collectives` issues for two tensors with these addresses."""
+    return [
+        f"0x100: allgather {a + 16:x} -> {b:x} 64 of 1 by 0xc0",
+        f"0x200: reduce_scatter 0 {b:x} -> {a:x} 32 of 9 by 0xc0",
+        "0x100: allreduce 0 30000 -> 30000 8 of 7 by 0xc1",
+    ]
+
+
+@pytest.fixture
+def nccl(module: Any, driver: FakeDriver) -> Callable[[int, int], None]:
+    """A function that sets how often NCCL says that a call is in progress, and the code with which it ends."""
+    module.open_nccl(str(driver.path))
+    driver.library.fake_nccl(0, 0)
+    set_nccl: Callable[[int, int], None] = driver.library.fake_nccl
+    return set_nccl
+
+
+def test_collectives_of_nccl_are_issued_for_any_addresses(
+    module: Any, driver: FakeDriver, nccl: Callable[[int, int], None]
+) -> None:
+    run = native(module, segment := collectives(), HANDLES)
+    for a, b in ((A.begin, B.begin), (A.begin, B.begin), (0x50000, 0x60000)):
+        run([a, b])
+        assert driver.take() == by_nccl(a, b)
+    assert str(segment).splitlines() == [
+        "stream 0: allgather %a+16 -> %b by NCCL, 64 bytes",
+        "stream 1: reduce_scatter %b -> %a by NCCL, 32 bf16",
+        "stream 0: allreduce %flags of rank 1 -> %flags of rank 1 by NCCL, 8 f32",
+    ]
+
+
+def test_a_collective_that_is_in_progress_is_awaited_and_its_error_names_its_operation(
+    module: Any, driver: FakeDriver, nccl: Callable[[int, int], None]
+) -> None:
+    run = native(module, collectives(), HANDLES)
+    nccl(5, 0)
+    run([A.begin, B.begin])
+    assert driver.take() == by_nccl(A.begin, B.begin)
+    for in_progress in (0, 3):
+        nccl(in_progress, 6)
+        with pytest.raises(DriverError, match=r"remote process exited \(NCCL error 6\)") as failed:
+            run([A.begin, B.begin])
+        assert failed.value.place == 10
+        assert driver.take() == by_nccl(A.begin, B.begin)[:1]
+
+
+def test_nccl_is_taken_only_from_a_library_that_is_loaded_and_has_it(module: Any, driver: FakeDriver) -> None:
+    for name, reason in (("libnone.so", "libnone.so is not loaded"), ("libc.so.6", "libc.so.6 has no ncclAllGather")):
+        with pytest.raises(OSError, match=reason):
+            module.open_nccl(name)
+
+
+def test_a_tape_says_when_its_latest_run_began(module: Any, driver: FakeDriver) -> None:
+    tape = native(module, every_entry(), HANDLES).__self__  # type: ignore[attr-defined]
+    assert tape.began == 0
+    before = time.monotonic()
+    tape.run([A.begin, B.begin])
+    assert before <= tape.began <= time.monotonic()
+
+
 def test_entries_are_issued_in_the_context_in_which_the_tape_was_made(module: Any, driver: FakeDriver) -> None:
     run, other, now = native(module, every_entry(), HANDLES), ctypes.c_void_p(2), ctypes.c_void_p()
     for current in (other, ctypes.c_void_p()):  # a new thread has no context yet
@@ -275,7 +344,7 @@ def test_tensor_maps_get_the_address_of_each_call_once(
     assert not writer.complete, "the address of an unknown tensor cannot be replaced"
 
 
-def test_what_does_not_fit_a_tape_is_refused(module: Any, driver: FakeDriver) -> None:
+def test_what_does_not_fit_a_tape_is_refused(module: Any, driver: FakeDriver, nccl: Callable[[int, int], None]) -> None:
     run = native(module, every_entry(), HANDLES)
     for registers in ((1, 2), None, {0: 1, 1: 2}):
         with pytest.raises(TypeError, match="expected a list of registers"):
@@ -300,13 +369,15 @@ def test_what_does_not_fit_a_tape_is_refused(module: Any, driver: FakeDriver) ->
         (((0, 0, 0, (0, sizes, 1, bytes(5 * 72), bytes(8), (0,))),), ()),  # too many attributes
         (((1, 0, 0, (bytes(47),)),), ()),
         (((3, 0, 0, (bytes(47),)),), ()),
+        (((6, 0, 0, (0, 0, 8, 0, 3, 1)),), ()),  # no such collective
+        (((6, 0, 0, (0, 0, 8, 0, 0, 1)),), ((0, 0, 16, 0, False),)),  # only two addresses
         (launch, ((0, 0, 1, 0, False),)),  # the address would not end within the parameters
         (launch, ((0, 1, 0, 0, False),)),  # no such entry
         (launch, ((2, 0, 0, 0, False),)),  # no such slot
         (launch, ((1, 0, 0, 0, False), (0, 0, 0, 0, False))),  # not sorted
         (event, ((0, 0, 0, 0, False),)),  # an event holds no address
     ]:
-        with pytest.raises(ValueError, match=r"a stream|a parameter|not an array|not a CUDA_MEMCPY2D|patch"):
+        with pytest.raises(ValueError, match=r"a stream|a parameter|not an array|not a CUDA_MEMCPY2D|patch|collective"):
             module.Tape(entries, patches, (0, 1), HANDLES)
     assert driver.take() == []
 

@@ -9,6 +9,7 @@ import ctypes
 import itertools
 import re
 import struct
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,12 +26,13 @@ from examples import patterns
 from hostir.call.bound import BoundCall
 from hostir.call.rank import RankExecutor
 from hostir.ir.source import Diagnostic, HostIRError
+from hostir.job.groups import Groups
 from hostir.kernels import devices, parameters
 from hostir.kernels.devices import StandIn
 from hostir.kernels.matmul.prepared import MatmulLaunch
 from hostir.kernels.parameters import TAPING, KernelLaunch
 from hostir.machines.binding import places
-from hostir.machines.cuda import blocks, copies, credits, flags, machine, native, products, streams, taped
+from hostir.machines.cuda import blocks, copies, credits, flags, machine, native, nccl, products, streams, taped
 from hostir.machines.cuda import driver as cuda_driver
 from hostir.machines.cuda.tape import LAUNCH, Segment, TapeEntry, TapeWriter
 from hostir.machines.cuda.taped import IssuedSteps, Tapes
@@ -575,6 +577,161 @@ def test_torch_calls_cublas_if_the_kernel_cannot_be_recorded(
     assert len(lines) == len(plan.in_captures) == 2
     assert all(re.search(f", as {reason}", line) for line in lines), lines
     assert len(cublas.captures) <= 4
+
+
+class Backend:
+    """An NCCL backend whose collectives reach the fake NCCL, on the current stream."""
+
+    def __init__(self, driver: FakeDriver, communicator: int) -> None:
+        self.driver, self.communicator = driver, communicator
+        self.issued = 0
+        self.error: Exception | None = None
+
+    def _comm_ptr(self) -> int:
+        if self.error is not None:
+            raise self.error
+        return self.communicator
+
+    def issue(self, function: str, x: torch.Tensor, out: torch.Tensor, *numbers: int) -> None:
+        self.issued += 1
+        addresses = [ctypes.c_void_p(each.data_ptr()) for each in (x, out)]
+        count, *rest = numbers
+        end = ctypes.c_void_p(self.communicator), ctypes.c_void_p(Current.stream.cuda_stream)
+        self.driver.library[function](*addresses, ctypes.c_size_t(count), *map(ctypes.c_int, rest), *end)
+
+    def _allgather_base(self, out: torch.Tensor, x: torch.Tensor, options: Any) -> None:
+        self.issue("ncclAllGather", x, out, x.numel() * x.element_size(), 1)
+
+    def _reduce_scatter_base(self, out: torch.Tensor, x: torch.Tensor, options: Any) -> None:
+        self.issue("ncclReduceScatter", x, out, out.numel(), TYPES[x.dtype], 0)
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> None:
+        (x,) = tensors
+        self.issue("ncclAllReduce", x, x, x.numel(), TYPES[x.dtype], 0)
+
+
+TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
+
+
+@pytest.fixture
+def backend(gpu: Hopper, driver: FakeDriver, module: Any, monkeypatch: pytest.MonkeyPatch) -> Backend:
+    """The NCCL backend of all ranks. Native code may issue its collectives."""
+    made = Backend(driver, 0xC0)
+    group = SimpleNamespace(_get_backend=lambda device: made)
+    monkeypatch.setattr(Groups, "of", lambda groups, team: (group, tuple(sorted(team))))
+    monkeypatch.setattr(nccl, "library_problem", lambda module: "")
+    module.open_nccl(str(driver.path))
+    driver.library.fake_nccl(0, 0)
+    return made
+
+
+WHOLE = {  # each with one collective of rows that are next to each other
+    "allgather": lambda: patterns.allgather_matmul(2, S=1, M=4096, K=8192, N=3584, dtype="bf16"),
+    "reduce_scatter": lambda: patterns.row_parallel_scattered(2, S=1, M=4096, K=7168, N=8192, dtype="bf16"),
+    "allreduce": lambda: patterns.row_parallel(2, S=1, M=64, K=512, N=1024, dtype="bf16"),
+}
+
+
+def sequential(kind: str, gpu: Hopper, module: Any, **options: bool) -> tuple[hi.Program, Any]:
+    """A program whose matmul is followed or preceded by a collective of this kind, and its plan with new tapes."""
+    program = hi.lower(WHOLE[kind](), "sequential")
+    plan = gpu.plan(program, 0, "triton", inputs_of(program, 0))
+    plan.tapes = Tapes(module, **options)
+    return program, plan
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_native_code_issues_collectives_of_nccl_for_any_addresses(
+    kind: str, backend: Backend, gpu: Hopper, driver: FakeDriver, module: Any
+) -> None:
+    program, plan = sequential(kind, gpu, module, collectives=True)
+    logs = [issued(plan, inputs_of(program, 0), driver) for _ in range(6)]
+    assert sum(kind in line for line in logs[0]) == 1
+    ends = [log.pop() for log in logs[1:]]
+    assert all(relative(log) == relative(logs[0]) for log in logs)
+    assert ": record 0x" in ends[0], "an event that shows whether the collective ends"
+    assert len({*ends}) == 1
+    assert backend.issued == 2, "through torch: in the first run, and in the one that is recorded"
+    text = plan.tapes.latest.text
+    assert "by Python" not in text
+    assert f"{kind} %" in text
+    assert " by NCCL, " in text
+
+
+@pytest.mark.parametrize(
+    ("spoiled", "reason"),
+    [
+        ("communicator", "torch does not show NCCL's communicator (RuntimeError: no communicator)"),
+        ("library", "libtorch_cuda.so is not loaded"),
+        ("memory", "a tensor is not in a buffer of the program"),
+        ("type", "NCCL adds up torch.bfloat16 in torch's way"),
+        ("off", ""),
+    ],
+)
+def test_torch_calls_nccl_if_the_collective_cannot_be_recorded(
+    spoiled: str,
+    reason: str,
+    backend: Backend,
+    gpu: Hopper,
+    driver: FakeDriver,
+    module: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    program, plan = sequential("reduce_scatter", gpu, module, collectives=spoiled != "off")
+    if spoiled == "communicator":
+        backend.error = RuntimeError("no communicator")
+    elif spoiled == "library":
+        monkeypatch.undo()
+        group = SimpleNamespace(_get_backend=lambda device: backend)
+        monkeypatch.setattr(Groups, "of", lambda groups, team: (group, tuple(sorted(team))))
+    elif spoiled == "memory":
+        memories = taped.TapedRun.memories
+        monkeypatch.setattr(taped.TapedRun, "memories", lambda self: [m for m in memories(self) if m.name != "%c"])
+    elif spoiled == "type":
+        monkeypatch.setattr(nccl, "SUMMED", {})
+    logs = [issued(plan, inputs_of(program, 0), driver) for _ in range(5)]
+    assert all(relative(log) == relative(logs[0]) for log in logs)
+    assert backend.issued == 5
+    (line,) = [line for line in plan.tapes.latest.text.splitlines() if line.startswith("by Python: ")]
+    assert "reduce_scatter" in line
+    assert line.partition(", as ")[2] == reason
+
+
+def test_an_error_of_nccl_names_its_statement(backend: Backend, gpu: Hopper, driver: FakeDriver, module: Any) -> None:
+    program, plan = sequential("allgather", gpu, module, collectives=True)
+    for _ in range(3):
+        issued(plan, inputs_of(program, 0), driver)
+    driver.library.fake_nccl(0, 6)
+    with pytest.raises(HostIRError, match=r"rank 0, '.*allgather .*remote process exited \(NCCL error 6\)"):
+        plan.run(inputs_of(program, 0))
+    assert plan.machine.groups.abandoned, "peers may wait for this rank"
+
+
+def test_a_collective_of_native_code_that_does_not_end_is_overdue_at_the_timeout_of_its_group(
+    backend: Backend, gpu: Hopper, driver: FakeDriver, module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, plan = sequential("allgather", gpu, module, collectives=True)
+    modes, ended = list[int](), [False]
+    query = lambda event: (modes.append(driver.library.fake_mode()), ended[0])[1]  # noqa: E731
+    monkeypatch.setattr(Event, "query", query, raising=False)
+    monkeypatch.setattr(cuda_driver, "cuda_driver", lambda: driver.library)
+    for _ in range(2):
+        issued(plan, inputs_of(program, 0), driver)
+    now, late = time.monotonic(), plan.machine.groups.timeout.total_seconds() + 1
+    monkeypatch.setattr(taped.time, "monotonic", lambda: now + late)
+    assert plan.overdue() == "", "torch issued it, and watches it"
+    issued(plan, inputs_of(program, 0), driver)
+    late_text = r"'.* = allgather %a_dense -> .*' has not ended for 1800 s, the timeout of its process group"
+    assert re.fullmatch(late_text, plan.overdue())
+    monkeypatch.setattr(taped.time, "monotonic", lambda: now + late / 2)
+    asked = len(modes)
+    assert plan.overdue() == ""
+    monkeypatch.setattr(taped.time, "monotonic", lambda: now + late)
+    ended[0] = True
+    assert plan.overdue() == plan.overdue() == ""
+    assert len(modes) == asked + 1, "it is asked only after the timeout, and not again once it has ended"
+    assert set(modes) == {2}, "in a mode that does not spoil captures of other threads"
+    assert driver.library.fake_mode() == 0
 
 
 def test_products_that_read_torchs_settings_remain_with_torch() -> None:
