@@ -142,7 +142,7 @@ def test_native_code_computes_the_bits_of_torch_for_any_addresses(
 
 
 def test_products_on_two_streams_at_once_are_right_even_if_cublas_splits_their_sums() -> None:
-    """Native code launches no kernel that uses a workspace: two calls on different streams would share it."""
+    """Native code gives a kernel a workspace of the stream on which it runs."""
     made = ((256, 64, 16), "f16"), ((64, 257, 2), "bf16")
     executors, inputs = [product(*each, times=TIMES) for each in made], [operands(*each) for each in made]
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]

@@ -4,8 +4,11 @@ Only cuBLAS knows which kernel it launches, and with which parameters. A capture
 nothing. The parameters contain the addresses of the operands, which change from call to call. Each 64-bit number that
 is an address in an operand is taken for such an address. To make sure, the product is captured a second time, with
 operands elsewhere in memory. If these addresses are put into the parameters of the first capture, the two launches must
-be equal to the last bit. Nothing else in the parameters may be an address in the memory of a GPU: it could be the
-workspace that torch has for the stream of the capture, and other streams must not use that.
+be equal to the last bit.
+
+One more address may differ: that of the workspace, which torch has for the stream of each capture. Work on other
+streams must not use it. So a launch gets hostir's workspace for the stream on which it runs (see `workspace`), which
+may contain anything, as torch's may. Nothing else in the parameters may be an address in the memory of a GPU.
 
 Otherwise torch calls cuBLAS in every run. It does so, too, if a product takes several kernels.
 """
@@ -25,6 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hostir.ir.machine import uncollected
 from hostir.job.links import headline
+from hostir.kernels.matmul.workspaces import workspace
 from hostir.machines.binding import Step
 from hostir.machines.cuda.driver import cuda_driver, new_stream
 from hostir.machines.cuda.tape import LAUNCH, TapeWriter
@@ -66,7 +70,7 @@ def record_product(plan: CudaPlan, number: int, module: Any, writer: TapeWriter)
         return reason
     try:
         with _recording, _disable_current_modes(), torch.cuda.device(plan.machine.device):
-            name, fields, found = launch_for_any(plan, plan.steps[number], operands, module)
+            name, fields, found = launch_for_any(plan, number, operands, module)
     except ValueError as problem:
         return str(problem)
     except Exception as problem:  # the step has just run, so this says only that it cannot be captured
@@ -95,13 +99,13 @@ def refusal(op: ComputeOp, operands: Matrices) -> str:
 
 
 def launch_for_any(
-    plan: CudaPlan, step: Step, operands: Matrices, module: Any
+    plan: CudaPlan, number: int, operands: Matrices, module: Any
 ) -> tuple[str, tuple[Any, ...], list[tuple[int, int, int]]]:
     """Return the name of a product's kernel, the fields of its launch in a tape, and where addresses are in them.
 
     The addresses are those of `addresses_in`. Raises ValueError if the launch depends on anything else.
     """
-    streams, registers = streams_of_captures(plan.machine.device), plan.registers
+    step, streams, registers = plan.steps[number], streams_of_captures(plan.machine.device), plan.registers
     name, fields = launch_of(step, streams[0], module)
     moved = elsewhere(operands)
     for register, x in moved.items():
@@ -111,22 +115,57 @@ def launch_for_any(
     finally:
         for register, x in operands.items():
             registers[register] = x
-    function, sizes, shared, attributes, image, offsets = fields
-    if (function, sizes, shared, attributes, offsets) != (*expected[:4], expected[5]):
+    *launch, image, offsets = fields
+    if (*launch, offsets) != (*expected[:4], expected[5]):
         raise ValueError("its kernel or grid depends on the addresses of its operands")
     found, other = [*addresses_in(image, operands)], bytearray(image)
     for at, register, offset in found:
         struct.pack_into("<Q", other, at, moved[register].data_ptr() + offset)
+    patched, mine = {at for at, _, _ in found}, bytearray(image)
+    for at in (at for at in range(0, len(image) - 7, 8) if at not in patched and is_on_gpu(image, at)):
+        address = in_workspace(image, expected[4], at, plan, plan.ops[number].stream)
+        if address is None:
+            raise ValueError(f"{name} uses other memory (parameter bytes {at} to {at + 7})")
+        other[at : at + 8] = expected[4][at : at + 8]
+        struct.pack_into("<Q", mine, at, address)
     if different := [at for at, (one, two) in enumerate(zip(other, expected[4], strict=True)) if one != two]:
         raise ValueError(f"{name} depends on more than addresses (parameter bytes {different[0]} to {different[-1]})")
     if missing := {*operands} - {register for _, register, _ in found}:
         raise ValueError(f"{name} does not contain the addresses of {len(missing)} operands")
-    patched = {at for at, _, _ in found}
-    if others := [at for at in range(0, len(image) - 7, 8) if at not in patched and is_on_gpu(image, at)]:
-        raise ValueError(
-            f"{name} uses other memory, such as a workspace (parameter bytes {others[0]} to {others[-1] + 7})"
-        )
-    return name, fields, found
+    return name, (*launch, bytes(mine), offsets), found
+
+
+def in_workspace(one: bytes, two: bytes, at: int, plan: CudaPlan, stream: int) -> int | None:
+    """Return the address in hostir's workspace for a stream of the plan that replaces an address in torch's workspace.
+
+    Args:
+        one, two: the parameters in the two captures. In each of them, torch has another workspace.
+        at: the offset of the address in the parameters.
+        plan, stream: the plan, and the number of its stream on which the product runs.
+
+    Returns None if the address is not at the same place in two blocks of torch's memory of the same size.
+    """
+    addresses = [struct.unpack_from("<Q", image, at)[0] for image in (one, two)]
+    blocks = [block_of(address) for address in addresses]
+    places = [(address - block.start, len(block)) for address, block in zip(addresses, blocks, strict=True)]
+    (offset, size), second = places
+    if not size or addresses[0] == addresses[1] or (offset, size) != second:
+        return None
+    where = plan.streams[stream]
+    with torch.cuda.stream(where):
+        sums, _ = workspace(plan.machine.device, where.cuda_stream, -(-size // 4), 1)
+    return sums.data_ptr() + offset
+
+
+def block_of(address: int) -> range:
+    """Return the addresses of the block of torch's memory that contains an address; an empty range if there is none."""
+    for segment in torch.cuda.memory_snapshot():
+        begin = segment["address"]
+        for block in segment["blocks"] if begin <= address < begin + segment["total_size"] else ():
+            if begin <= address < begin + block["size"]:
+                return range(begin, begin + block["size"])
+            begin += block["size"]
+    return range(address, address)
 
 
 def launch_of(step: Step, stream: torch.cuda.Stream, module: Any) -> tuple[str, tuple[Any, ...]]:

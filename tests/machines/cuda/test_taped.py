@@ -416,6 +416,15 @@ def test_a_call_of_the_driver_that_fails_names_its_statement(
     assert failed.value.diagnostics[0].span is not None
 
 
+# Two blocks of torch's memory, a workspace for each capture, and an address in each of them.
+FIRST, SECOND, LENGTH = 0xABCD00001000, 0xABCD00500000, 1 << 20
+AT_FIRST, AT_SECOND = FIRST + 256, SECOND + 256
+SNAPSHOT = [
+    {"address": FIRST - 512, "total_size": 512 + LENGTH, "blocks": [{"size": 512}, {"size": LENGTH}]},
+    {"address": SECOND, "total_size": 3 * LENGTH, "blocks": [{"size": LENGTH}, {"size": 2 * LENGTH}]},
+]
+
+
 class OnStream:
     """Stands for torch.cuda.stream."""
 
@@ -438,13 +447,13 @@ class Products:
         number: what the kernel depends on besides addresses, in the second capture of a product.
         grid: the size of the grid in the second capture.
         without_out: True if the kernel does not get the address of the result.
-        word: a word of the tensor map.
+        words: the second word of the tensor map, in the first and in the second capture.
         nodes: the number of nodes of a captured graph.
         error: the exception of the second capture.
         captures: the streams of the captures.
     """
 
-    number, grid, word, nodes = 7, 4, 0, 1
+    number, grid, words, nodes = 7, 4, (0, 0), 1
     without_out = False
     error: Exception | None = None
 
@@ -461,7 +470,8 @@ class Products:
         left, right, out = (self.plan.registers[i].data_ptr() for i in (*op.operands, op.out))
         second = Current.stream is STREAMS[2]
         number, end = self.number if second else 7, 0 if self.without_out else out
-        image = struct.pack("<i60x16Q2Q", number, left + 64, *[self.word] * 15, right, end)
+        word = self.words[second]
+        image = struct.pack("<i60x16Q2Q", number, left + 64, word, *[0] * 14, right, end)
         sizes, offsets = (4, 2, 3, 32, 1, 2), (0, 64, 192, 200)
         if Current.stream in STREAMS[1:]:
             self.captures.append(Current.stream)
@@ -484,6 +494,7 @@ def gathered(
     monkeypatch.setattr(torch.cuda, "stream", OnStream)
     monkeypatch.setattr(products, "streams_of_captures", lambda device: (STREAMS[1], STREAMS[2]))
     monkeypatch.setattr(products, "cuda_driver", lambda: driver.library)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: SNAPSHOT)
     program = hi.lower(FUSIONS["gathered"](), "ring")
     plan = gpu.plan(program, 0, "cublas", inputs_of(program, 0))
     plan.tapes = Tapes(module, products=True)
@@ -507,6 +518,35 @@ def test_native_code_launches_the_kernels_of_cublas_for_any_addresses(
     assert "by Python" not in text
     assert "stream 1: launch gemm x 24(%a_shared of rank 0+64, %b, %c)" in text
     assert len(plan.tapes.latest.steps) == 2, "an allocation and a segment"
+
+
+def test_a_kernel_of_cublas_gets_hostirs_workspace_for_its_stream(
+    gathered: tuple[hi.Program, Any, Products], driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, plan, cublas = gathered
+    cublas.words = AT_FIRST, AT_SECOND
+    asked = list[tuple[Any, ...]]()
+    sums = StandIn.of((1,), (1,), torch.float32, plan.machine.device, 0xBEEF000000)
+
+    def workspace(*which: Any) -> tuple[StandIn, None]:
+        asked.append((*which, Current.stream.cuda_stream))
+        return sums, None
+
+    monkeypatch.setattr(products, "workspace", workspace)
+    segments, made = list[Segment](), native.native
+    monkeypatch.setattr(taped, "native", lambda m, segment, s: (segments.append(segment), made(m, segment, s))[1])
+    for _ in range(3):
+        log = issued(plan, inputs_of(program, 0), driver)
+    launches = [line for line in log if "launch 4x32 shared 512" in line]
+    assert len(launches) == 2
+    assert "by Python" not in plan.tapes.latest.text
+    for line, (_, stream, size, _, current) in zip(launches, asked, strict=True):
+        assert line.startswith(f"{stream:#x}: "), "the stream on which the kernel runs"
+        assert stream == current
+        assert size == LENGTH // 4
+    assert [stream for _, stream, *_ in asked] == [CALLERS[0].cuda_stream, plan.streams[0].cuda_stream]
+    images = [entry[3][4] for segment in segments for entry in segment.rows if entry[0] == LAUNCH]
+    assert [struct.unpack_from("<Q", image, 72)[0] for image in images if len(image) == 208] == [0xBEEF000100] * 2
 
 
 def test_a_tape_with_a_kernel_of_cublas_is_for_one_alignment_within_256_bytes(
@@ -540,7 +580,10 @@ def test_a_tape_with_a_kernel_of_cublas_is_for_one_alignment_within_256_bytes(
     ("change", "reason"),
     [
         ({"number": 8}, "gemm depends on more than addresses .* 0 to 0"),
-        ({"word": 0xABCD00000000}, "gemm uses other memory, such as a workspace .* 72 to 191"),
+        ({"words": (AT_FIRST, AT_FIRST)}, "gemm uses other memory .* 72 to 79"),
+        ({"words": (AT_FIRST, AT_SECOND + 64)}, "gemm uses other memory .* 72 to 79"),
+        ({"words": (AT_FIRST, AT_SECOND + LENGTH)}, "gemm uses other memory .* 72 to 79"),
+        ({"words": (AT_FIRST, 0xABCD00900000)}, "gemm uses other memory .* 72 to 79"),
         ({"grid": 5}, "its kernel or grid depends on the addresses of its operands"),
         ({"without_out": True}, "gemm does not contain the addresses of 1 operands"),
         ({"nodes": 2}, "it takes 2 steps on the device"),
