@@ -406,7 +406,7 @@ def scored(row: Result) -> Result:
     return {**result, **targets_of(result)}
 
 
-def _regrets(times: Mapping[str, Result]) -> dict[str, float | None]:
+def regrets(times: Mapping[str, Result]) -> dict[str, float | None]:
     """Return the time of the choice of `hi.compile` as a multiple of the time of hostir's fastest candidate.
 
     `regret` compares both in their faster modes. `captured` compares CUDA graphs, and the choice is that of a
@@ -535,7 +535,7 @@ def cells(row: Result) -> dict[str, str]:
         "x the best peer issued alike": cell(ratio, 2),
         "best candidate": cell(row["best_candidate"]),
         "candidate's score": cell(row["score_candidate"], 3),
-        **{name: cell(ratio, 2) for name, ratio in _regrets(row["times"]).items()},
+        **{name: cell(ratio, 2) for name, ratio in regrets(row["times"]).items()},
         "must reach": cell(row["must"], 3),
         "goal": cell(row["goal"], 3),
         "met": cell(row["met"]),

@@ -55,6 +55,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 }
 OTHERS = {
     "chart": "draws the results of other benchmarks",
+    "chosen": "summarizes several runs of the comparisons; there are no three runs yet",
     "host_timeline": "draws what the host does during a call; it has not been run on GPUs yet",
     "on_eight": "runs other benchmarks; it has not been run on 8 GPUs",
     "steps_chart": "draws the results of `train`, `llama_block` and `generate`",

@@ -1,0 +1,139 @@
+"""Show what users get: the regret of the choices of `hi.compile`, over several runs of the comparisons.
+
+    torchrun --standalone --nproc-per-node 2 -m benchmarks.on_eight --only tables --out run1  # three times
+    python -m benchmarks.chosen run1 run2 run3 --out benchmarks/results/2xH100/chosen
+
+Each folder holds the results of one run, which began with an empty cache of choices. Each number of a row is the median
+of the runs. The columns:
+
+- *regret* is the time of the choice of `hi.compile` after its first 64 calls, divided by the time of hostir's fastest
+  candidate in the same run, each in its faster mode: the geometric mean over the rows, the maximum, and the share of
+  rows with at most 1.05.
+- *less spread* is the same, if a row counts as 1 whose regret exceeds 1 by less than its regrets differ between runs.
+- *captured* is the regret of a CUDA graph of the second call, against hostir's fastest candidate in a graph.
+- *x NCCL + cuBLAS* and *x best peer* are the speed of the choice as a multiple of the speed of these peers, in the same
+  mode: the lowest row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import geometric_mean, median
+from typing import Any
+
+from benchmarks.harness import table, write
+from benchmarks.scores import BY_HAND, COMPILED, NCCL, fastest, modes_of, regrets
+
+ALLOWED = 1.05  # a regret that counts as small
+Values = dict[str, float]  # figures of a row, by name
+
+
+@dataclass
+class ChosenRow:
+    """A row of a comparison, in all runs.
+
+    Fields:
+        name: the results and the row.
+        runs: the figures of each run: `regret`, `captured`, `by_hand` and `peer`. A figure may be missing.
+    """
+
+    name: str
+    runs: list[Values] = field(default_factory=list)
+
+    def values(self, figure: str) -> list[float]:
+        return [run[figure] for run in self.runs if figure in run]
+
+    def of(self, figure: str) -> float | None:
+        """Return the median of a figure over the runs; None if no run has it."""
+        values = self.values(figure)
+        return median(values) if values else None
+
+    @property
+    def regret(self) -> float | None:
+        return self.of("regret")
+
+    @property
+    def less_spread(self) -> float | None:
+        """The regret, or 1 if it exceeds 1 by less than the difference between the runs."""
+        regret, values = self.regret, self.values("regret")
+        return 1.0 if regret is not None and regret - 1 < max(values) - min(values) else regret
+
+
+def figures(row: Mapping[str, Any]) -> Values:
+    """Return the figures of a row of one run."""
+    times, modes = row["times"], modes_of(dict(row))
+    chosen = fastest({COMPILED: times[COMPILED]}, ours=True, modes=modes)
+    by_hand = fastest({name: t for name, t in times.items() if name in (BY_HAND, NCCL)}, ours=False, modes=modes)
+    peer = fastest(times, ours=False, modes=modes)
+    ratios = {name: other[2] / chosen[2] for name, other in (("by_hand", by_hand), ("peer", peer)) if other and chosen}
+    return {name: value for name, value in (regrets(times) | ratios).items() if value is not None}
+
+
+def rows_of(folders: Iterable[Path]) -> list[ChosenRow]:
+    """Return all rows in which `hi.compile` ran. Each folder is one run."""
+    rows: dict[str, ChosenRow] = {}
+    for folder in folders:
+        for file in sorted(folder.glob("*.json")):
+            for row in json.loads(file.read_text()).get("rows", ()):
+                if "compiled" in row and COMPILED in row["times"]:
+                    name = f"{file.stem}: {row['model']} M={row['M']}"
+                    rows.setdefault(name, ChosenRow(name)).runs.append(figures(row))
+    return list(rows.values())
+
+
+def summary(rows: Sequence[ChosenRow]) -> dict[str, str]:
+    """Return the cells of some rows' line in the table, by the name of the column."""
+
+    def known(figure: Callable[[ChosenRow], float | None]) -> list[float]:
+        return [value for row in rows if (value := figure(row)) is not None]
+
+    cells = {"rows": str(len(rows)), "runs": str(max(len(row.runs) for row in rows))}
+    for name, figure in (("regret", lambda r: r.regret), ("less spread", lambda r: r.less_spread)):
+        values = known(figure)
+        cells[name] = f"{geometric_mean(values):.3f}" if values else "-"
+        cells[f"{name}, max"] = f"{max(values):.2f}" if values else "-"
+        cells[f"{name}, <= {ALLOWED}"] = f"{sum(v <= ALLOWED for v in values) / len(values):.0%}" if values else "-"
+    captured, by_hand, peer = (known(lambda r, name=name: r.of(name)) for name in ("captured", "by_hand", "peer"))
+    cells["captured"] = f"{geometric_mean(captured):.3f}" if captured else "-"
+    cells["x NCCL + cuBLAS"] = f"{min(by_hand):.2f}" if by_hand else "-"
+    cells["x best peer"] = f"{min(peer):.2f}" if peer else "-"
+    return cells
+
+
+def report(rows: Sequence[ChosenRow]) -> str:
+    """Return a table with a line for each comparison, and one for all rows."""
+    by_file: dict[str, list[ChosenRow]] = {}
+    for row in rows:
+        by_file.setdefault(row.name.partition(":")[0], []).append(row)
+    lines = [{"results": name, **summary(its)} for name, its in by_file.items()]
+    lines.append({"results": "all", **summary(rows)})
+    return table([*lines[0]], [[*line.values()] for line in lines])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", type=Path, nargs="+", help="a folder of results for each run")
+    parser.add_argument("--worst", type=int, default=10, help="rows to print that are worst (%(default)s)")
+    parser.add_argument("--out", type=Path, help="without ending; .json and .md are written")
+    options = parser.parse_args(arguments)
+    rows = rows_of(options.folders)
+    if not rows:
+        sys.exit(
+            f"error: no row with a choice of hi.compile in {', '.join(map(str, options.folders))}\n"
+            "  expected: folders of results that the comparisons have written, one folder for each run"
+        )
+    print(text := report(rows))
+    for row in sorted(rows, key=lambda r: r.regret or 0, reverse=True)[: options.worst]:
+        print(f"{row.name}: regret {', '.join(f'{x:.2f}' for x in row.values('regret'))}")
+    if options.out:
+        data = {"rows": {row.name: row.runs for row in rows}}
+        write(options.out, "Regret of the choices of hi.compile", text, data)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""The regret of the choices of `hi.compile` is the median of several runs. Rows may count as equal within their spread."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.chosen import ChosenRow, figures, main, rows_of
+from benchmarks.scores import BY_HAND, CAPTURED, COMPILED
+
+
+def row(chosen: float, best: float = 10.0, *, model: str = "8B", **others: Any) -> dict[str, Any]:
+    """A row in which the choice takes `chosen` and the fastest candidate takes `best` microseconds, eager."""
+    times = {
+        COMPILED: {"ours": True, "eager": chosen, "graph": chosen + 1},
+        CAPTURED: {"ours": True, "graph": 2 * best},
+        "ring triton": {"ours": True, "eager": best, "graph": best + 1},
+        BY_HAND: {"ours": False, "eager": 12.0, "graph": 9.0},
+        "torch fused": {"ours": False, "eager": 11.0},
+    }
+    return {"model": model, "M": 64, "compiled": {"mode": "eager", "choice": "ring triton"}, "times": times, **others}
+
+
+def test_a_choice_is_compared_with_the_fastest_candidate_and_with_peers_that_are_issued_alike() -> None:
+    found = figures(row(11.0))
+    assert found["regret"] == pytest.approx(1.1)
+    assert found["captured"] == pytest.approx(20 / 11, abs=1e-4)
+    assert found["by_hand"] == pytest.approx(12 / 11)
+    assert found["peer"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("regrets", "less_spread"), [((1.04, 1.10, 1.06), 1.06), ((0.99, 1.06, 1.03), 1.0), ((1.2,), 1.2), ((1.0,), 1.0)]
+)
+def test_a_row_counts_as_equal_if_its_runs_differ_by_more_than_its_regret(
+    regrets: tuple[float, ...], less_spread: float
+) -> None:
+    assert ChosenRow("row", [{"regret": value} for value in regrets]).less_spread == pytest.approx(less_spread)
+
+
+def test_the_table_has_the_medians_of_all_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number, chosen in enumerate((10.0, 12.0, 10.6)):
+        folder = tmp_path / f"run{number}"
+        folder.mkdir()
+        peers_only = row(10.0, model="405B")
+        del peers_only["compiled"]
+        rows = [row(chosen), row(10.2, model="70B"), peers_only]
+        (folder / "mlp_2.json").write_text(json.dumps({"rows": rows}))
+        (folder / "on_eight.json").write_text(json.dumps({"parts": {}}))
+    folders = [str(folder) for folder in sorted(tmp_path.iterdir())]
+    assert [each.name for each in rows_of(map(Path, folders))] == ["mlp_2: 8B M=64", "mlp_2: 70B M=64"]
+    main([*folders, "--out", str(tmp_path / "chosen"), "--worst", "1"])
+    header, _, line, everything, worst = capsys.readouterr().out.splitlines()
+    cells = dict(zip(header.split(" | "), line.split(" | "), strict=True))
+    assert cells["runs"] == "3"
+    assert cells["regret"] == f"{(1.06 * 1.02) ** 0.5:.3f}"
+    assert cells["regret, max"] == "1.06"
+    assert cells["regret, <= 1.05"] == "50%"
+    assert cells["less spread"] == f"{1.02**0.5:.3f}", "8B differs by .2 between runs, and 70B by nothing"
+    assert cells["x NCCL + cuBLAS"] == f"{12 / 10.6:.2f}"
+    assert everything.startswith("| all | 2 |")
+    assert worst == "mlp_2: 8B M=64: regret 1.00, 1.20, 1.06"
+    assert json.loads((tmp_path / "chosen.json").read_text())["rows"]["mlp_2: 70B M=64"][0]["regret"] == 1.02
+
+
+def test_folders_without_results_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"no row with a choice of hi\.compile in "):
+        main([str(tmp_path)])
