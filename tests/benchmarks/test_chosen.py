@@ -1,4 +1,4 @@
-"""The regret of the choices of `hi.compile` is the median of several runs. Rows may count as equal within their spread."""
+"""The regret of the choices of `hi.compile`: medians of several runs. Rows may count as equal within their spread."""
 
 from __future__ import annotations
 

@@ -227,9 +227,9 @@ class TapedRun:
                 step()
                 by_nccl = op.by_group and not (isinstance(op, CollectiveOp) and op.by)
                 recorded = writer.complete and not work.seen and not by_nccl
-                if not recorded and (again := self.recorder(number)) is not None:
+                if not recorded and (record_again := self.recording_of(number)) is not None:
                     writer.entries, writer.complete = [], True
-                    self.reasons[number] = again(self.module, writer)
+                    self.reasons[number] = record_again(self.module, writer)
                     recorded = writer.complete and not self.reasons[number]
                 entries.append(writer.entries if recorded else ())
             if any(entry.kind == COLLECTIVE for each in entries for entry in each):
@@ -252,7 +252,7 @@ class TapedRun:
         self.plan.machine.groups.collectives[id(watched)] = watched
         return watched
 
-    def recorder(self, number: int) -> Callable[[Any, TapeWriter], str] | None:
+    def recording_of(self, number: int) -> Callable[[Any, TapeWriter], str] | None:
         """Return a function that records a step of a library, or None if there is none for this step.
 
         The function returns the reason why it cannot record the step, or an empty text.
