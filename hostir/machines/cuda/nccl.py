@@ -122,9 +122,12 @@ def record_collective(plan: CudaPlan, number: int, backend: Any, module: Any, wr
     if reason := library_problem(module):
         return reason
     try:
-        communicator = backend._comm_ptr()
+        with torch.cuda.device(plan.machine.device):  # the communicator is looked up by the current device
+            communicator = backend._comm_ptr()
     except Exception as problem:  # whatever torch raises
         return f"torch does not show NCCL's communicator ({headline(problem).partition(chr(10))[0]})"
+    if not communicator:
+        return "torch does not show NCCL's communicator"
     count = smaller.numel() * (smaller.element_size() if datatype is BYTES else 1)
     stream = plan.streams[op.stream].cuda_stream
     writer.collective(op.communication, out.data_ptr(), x.data_ptr(), (count, *datatype), communicator, stream)

@@ -704,7 +704,8 @@ def test_native_code_issues_collectives_of_nccl_for_any_addresses(
 @pytest.mark.parametrize(
     ("spoiled", "reason"),
     [
-        ("communicator", "torch does not show NCCL's communicator (RuntimeError: no communicator)"),
+        ("error", "torch does not show NCCL's communicator (RuntimeError: no communicator)"),
+        ("communicator", "torch does not show NCCL's communicator"),
         ("library", "libtorch_cuda.so is not loaded"),
         ("memory", "a tensor is not in a buffer of the program"),
         ("type", "NCCL adds up torch.bfloat16 in torch's way"),
@@ -721,8 +722,10 @@ def test_torch_calls_nccl_if_the_collective_cannot_be_recorded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     program, plan = sequential("reduce_scatter", gpu, module, collectives=spoiled != "off")
-    if spoiled == "communicator":
+    if spoiled == "error":
         backend.error = RuntimeError("no communicator")
+    elif spoiled == "communicator":
+        backend.communicator = 0
     elif spoiled == "library":
         monkeypatch.undo()
         group = SimpleNamespace(_get_backend=lambda device: backend)
