@@ -71,7 +71,9 @@ def main() -> None:
     sharded = [hostir.torch.GroupedExperts(EXPERTS + 1, FEATURES, HIDDEN, mesh, device=device) for _ in range(LAYERS)]
     ours, single = model(device, sharded), model(device, [OneRank(each) for each in sharded])
     # The experts are DTensors and the other parameters are not. torch's loops over parameters (`foreach`) take no mix.
-    steps = [torch.optim.AdamW(m.parameters(), 1e-2, foreach=False) for m in (ours, single)]
+    # Adam would divide gradients by their size: where one is 0, as for an expert that was not chosen, it would amplify
+    # rounding, and the models could not be compared.
+    steps = [torch.optim.SGD(m.parameters(), 1e-1, foreach=False) for m in (ours, single)]
     for step in range(STEPS):
         torch.manual_seed(100 + step)
         tokens = ranks * (5 + 3 * step)
@@ -90,7 +92,7 @@ def main() -> None:
             each.step()
         total = loss.detach()
         dist.all_reduce(total)
-        torch.testing.assert_close(total, exact.detach(), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(total, exact.detach(), rtol=1e-5, atol=1e-5)
         if rank == 0:
             off = f"loss {total:.3f}, off one rank's by {total - exact:.0e}"
             print(f"step {step}: {tokens} tokens on {ranks} ranks, {off}")
