@@ -9,7 +9,8 @@ of the runs. The columns:
 - *regret* is the time of the choice of `hi.compile` after its first 64 calls, divided by the time of hostir's fastest
   candidate in the same run, each in its faster mode: the geometric mean over the rows, the maximum, and the share of
   rows with at most 1.05.
-- *less spread* is the same, if a row counts as 1 whose regret exceeds 1 by less than its regrets differ between runs.
+- *less spread* is the same, if a row counts as 1 in which all runs have chosen the same candidate, and whose regret
+  exceeds 1 by less than its regrets differ between these runs.
 - *captured* is the regret of a CUDA graph of the second call, against hostir's fastest candidate in a graph.
 - *x NCCL + cuBLAS* and *x best peer* are the speed of the choice as a multiple of the speed of these peers, in the same
   mode: the lowest row.
@@ -40,10 +41,12 @@ class ChosenRow:
     Fields:
         name: the results and the row.
         runs: the figures of each run: `regret`, `captured`, `by_hand` and `peer`. A figure may be missing.
+        choices: the candidate that was chosen in each run.
     """
 
     name: str
     runs: list[Values] = field(default_factory=list)
+    choices: list[str] = field(default_factory=list)
 
     def values(self, figure: str) -> list[float]:
         return [run[figure] for run in self.runs if figure in run]
@@ -59,9 +62,11 @@ class ChosenRow:
 
     @property
     def less_spread(self) -> float | None:
-        """The regret, or 1 if it exceeds 1 by less than the difference between the runs."""
+        """The regret, or 1 if it exceeds 1 by less than the difference between runs with the same choice."""
         regret, values = self.regret, self.values("regret")
-        return 1.0 if regret is not None and regret - 1 < max(values) - min(values) else regret
+        if regret is None or regret <= 1 or len({*self.choices}) > 1:
+            return regret
+        return 1.0 if regret - 1 < max(values) - min(values) else regret
 
 
 def figures(row: Mapping[str, Any]) -> Values:
@@ -82,7 +87,9 @@ def rows_of(folders: Iterable[Path]) -> list[ChosenRow]:
             for row in json.loads(file.read_text()).get("rows", ()):
                 if "compiled" in row and COMPILED in row["times"]:
                     name = f"{file.stem}: {row['model']} M={row['M']}"
-                    rows.setdefault(name, ChosenRow(name)).runs.append(figures(row))
+                    found = rows.setdefault(name, ChosenRow(name))
+                    found.runs.append(figures(row))
+                    found.choices.append(row["compiled"]["choice"])
     return list(rows.values())
 
 
@@ -92,7 +99,8 @@ def summary(rows: Sequence[ChosenRow]) -> dict[str, str]:
     def known(figure: Callable[[ChosenRow], float | None]) -> list[float]:
         return [value for row in rows if (value := figure(row)) is not None]
 
-    cells = {"rows": str(len(rows)), "runs": str(max(len(row.runs) for row in rows))}
+    numbers = sorted({len(row.runs) for row in rows})
+    cells = {"rows": str(len(rows)), "runs": " to ".join(dict.fromkeys(map(str, (numbers[0], numbers[-1]))))}
     for name, figure in (("regret", lambda r: r.regret), ("less spread", lambda r: r.less_spread)):
         values = known(figure)
         cells[name] = f"{geometric_mean(values):.3f}" if values else "-"
@@ -129,9 +137,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
     print(text := report(rows))
     for row in sorted(rows, key=lambda r: r.regret or 0, reverse=True)[: options.worst]:
-        print(f"{row.name}: regret {', '.join(f'{x:.2f}' for x in row.values('regret'))}")
+        print(f"{row.name}: regret {', '.join(f'{x:.2f}' for x in row.values('regret'))}; {', '.join(row.choices)}")
     if options.out:
-        data = {"rows": {row.name: row.runs for row in rows}}
+        data = {"rows": {row.name: {"runs": row.runs, "choices": row.choices} for row in rows}}
         write(options.out, "Regret of the choices of hi.compile", text, data)
 
 

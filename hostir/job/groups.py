@@ -7,7 +7,6 @@ import ctypes
 import itertools
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -108,7 +107,7 @@ class Groups:
         streams: the worker streams of each program with symmetric memory, by the digest of the program. Executors that
             share memory share the streams.
         timeouts: for each program with symmetric memory, by its digest, the timeouts that its kernels report.
-        collectives: the collectives that native code issues, for the watchdog, by the `id` of each object.
+        native: the collectives that native code issues; None if there are none. Its method `late` is for the watchdog.
         broken: the reason why this rank runs no more calls; empty if it may run calls. Either this rank could not
             connect to another rank, or a call was interrupted on this rank with gloo. In the second case, data that
             peers still send for this call would be received in the next call.
@@ -128,7 +127,7 @@ class Groups:
     memory: SymmetricMemory | None = None
     streams: dict[str, Any] = field(default_factory=dict)
     timeouts: dict[str, Any] = field(default_factory=dict)
-    collectives: weakref.WeakValueDictionary[int, Any] = field(default_factory=weakref.WeakValueDictionary)
+    native: Any = None
     broken: str = ""
     abandoned: str = ""
     destroyer: Destroyer = field(default_factory=Destroyer)
@@ -159,6 +158,13 @@ class Groups:
                     destroyer=self.destroyer,
                 )
             return self._messages
+
+    def late(self) -> str:
+        """Return which collectives of native code have not ended in time; empty if there are none.
+
+        This reads only memory, so any thread may call it at any time.
+        """
+        return self.native.late() if self.native is not None else ""
 
     def renew(self, seconds: float) -> None:
         """Reset the state that the ranks share, after a call that ended midway. All ranks call this.

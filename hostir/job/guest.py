@@ -1,8 +1,8 @@
 """Sessions of process groups: the members of a process group of the user run executors together.
 
-The session of a group changes nothing that belongs to the process or to the job. It installs no signal handlers, never
-ends the process, and adds no process group to torch's registry. Ranks outside the group do not notice it. Ranks are
-numbered as in the group.
+The session of a group changes nothing that belongs to the process or to the job. It installs no signal handlers, and
+adds no process group to torch's registry. It does not end the process, unless collectives that native code has issued
+do not end (see `Watchdog.end_late`). Ranks outside the group do not notice it. Ranks are numbered as in the group.
 """
 
 from __future__ import annotations

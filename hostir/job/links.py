@@ -125,6 +125,7 @@ class Links:
         announced: the number of events that this rank has reported.
         links: the open connections.
         linked: True if this rank has connected to rank 0; always True on rank 0.
+        patient: False once `await_link` has given up.
         vain: the time of the first failed attempt to connect to rank 0. It is 0 if no attempt has failed, and infinite
             after the warning about failed attempts.
         listener: the socket on which rank 0 listens; None on other ranks.
@@ -140,6 +141,7 @@ class Links:
         self.announced = 0
         self.links: list[Link] = []
         self.linked = size == 1
+        self.patient = True
         self.vain = 0.0
         self.listener: socket.socket | None = None
         self.changing = threading.RLock()
@@ -218,11 +220,12 @@ class Links:
     def await_link(self) -> None:
         """Wait until this rank is connected to rank 0, which has joined the job: else nobody notices if this rank dies.
 
-        Give up after PATIENCE seconds, or if an attempt to connect has failed.
+        Give up after PATIENCE seconds, or if an attempt to connect has failed. Then later calls do not wait.
         """
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + (PATIENCE if self.patient else 0.0)
         while not self.linked and not self.vain and time.monotonic() < deadline:
             time.sleep(PAUSE / 10)
+        self.patient = self.patient and self.linked  # later waits would not end otherwise
 
     def await_own(self) -> None:
         """Wait until this rank has received all its events from rank 0. Then it has received all earlier events, too.

@@ -143,6 +143,7 @@ class Session:
         self.members: weakref.WeakSet[Member] = weakref.WeakSet()  # the executors of this session
         self.first_store = self.store
         self.watchdog = watchdog(self.store, self.rank, self.size, self.timeout, KEEPALIVE.get())
+        self.watchdog.late = self.groups.late
 
     def exchange(self, key: str, mine: str, timeout: float | None = None, where: str = "") -> list[str]:
         """Post this rank's text under a key, wait for all ranks, and return the texts of all ranks, by rank.
@@ -196,7 +197,8 @@ class Session:
     ) -> None:
         """Poll until all ranks have arrived. Raise a HostIRError that names the ranks that do not arrive in time.
 
-        After that, the other ranks notice if this rank dies, because it is connected to rank 0.
+        After that, this rank is connected to rank 0, so that the other ranks notice if it dies. If it cannot connect,
+        it goes on nevertheless.
 
         If another rank has abandoned a call, it does not arrive. Then raise the error about the abandoned call.
 

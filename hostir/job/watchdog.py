@@ -69,9 +69,6 @@ class Watched(Protocol):
         Errors that a call has already raised are left out.
         """
 
-    def overdue(self) -> str:
-        """Return a text about a communication on the device that torch's watchdog would end; empty if there is none."""
-
     def give_up(self, problem: HostIRError) -> None:
         """Raise this error in the current run, at the place where the run waits for a peer.
 
@@ -115,6 +112,7 @@ class Watchdog:
         wake, signalled: the ends of a pipe that wakes the thread.
         closing: set when the thread has to end.
         before: the file descriptor to which the user wants signals to be written; -1 without one.
+        late: returns which collectives on the device have not ended in time; an empty text if there are none.
     """
 
     limit = "HOSTIR_TIMEOUT"  # the name of the setting of the timeout, for messages
@@ -147,6 +145,7 @@ class Watchdog:
         os.set_blocking(self.wake, False)
         os.set_blocking(self.signalled, False)
         self.closing = threading.Event()
+        self.late: Callable[[], str] = str
         self.before = -1
         self.install_handler()
         self.thread = threading.Thread(target=self.watch, name="hostir watchdog", daemon=True)
@@ -278,13 +277,14 @@ class Watchdog:
             with self.inspecting:
                 self.stop_misaligned()
                 cause = cause or self.standstill() or self.reported()
-                overdue = "" if cause else self.overdue()
                 if not cause:
                     self.end_lost_run()
-            if cause or overdue:
+            if cause:
                 if self.ends_by_itself():
                     return
-                (Watchdog.end if overdue else type(self).end)(self, cause or overdue)
+                self.end(cause)
+            if late := self.late():
+                self.end_late(late)
 
     def ends_by_itself(self) -> bool:
         """Wait up to LAST_WORDS seconds for this rank to end by an error that it has raised; return True if it ends.
@@ -387,16 +387,17 @@ class Watchdog:
             self.links.announce("failed", problem, self.renewals)
         return problem
 
-    def overdue(self) -> str:
-        """Return a text about a communication that has not ended in time; empty if there is none.
+    def end_late(self, late: str) -> None:
+        """End the process because of collectives on the device that do not end. `late` says which.
 
-        Then the process ends even if it is a guest: torch's watchdog ends it, too, if a communication takes too long.
-        A host that waits for the device would wait forever.
+        This is done in the process of a guest, too, as torch's watchdog does it: a host that waits for the device would
+        wait for ever.
         """
-        words = self.plan.overdue() if self.plan is not None else ""
-        if words:
-            self.links.announce("failed", f"rank {self.rank}: {words}", self.renewals)
-        return words
+        self.links.announce("failed", f"rank {self.rank}: {late}", self.renewals)
+        sys.stdout.flush()
+        sys.stderr.write(f"{Diagnostic(f'rank {self.rank} is ended: {late}')}\n")
+        sys.stderr.flush()
+        os._exit(1)
 
     def end(self, cause: str) -> None:
         """Print the diagnostic with this cause, and end the process."""
@@ -479,7 +480,7 @@ class Watchdog:
 class GuestWatchdog(Watchdog):
     """The watchdog of one rank of a process group. It raises errors in calls, and does not end the process.
 
-    The exception is a collective on the device that does not end: see `overdue`.
+    The exception is a collective on the device that does not end: see `end_late`.
 
     It installs no signal handlers. If a rank makes no calls, or fails in a call, the other ranks get an error only when
     they wait for this rank. If a rank dies, no rank of the group can make more calls.

@@ -33,12 +33,20 @@ def test_a_choice_is_compared_with_the_fastest_candidate_and_with_peers_that_are
 
 
 @pytest.mark.parametrize(
-    ("regrets", "less_spread"), [((1.04, 1.10, 1.06), 1.06), ((0.99, 1.06, 1.03), 1.0), ((1.2,), 1.2), ((1.0,), 1.0)]
+    ("regrets", "choices", "less_spread"),
+    [
+        ((1.04, 1.10, 1.07), "aaa", 1.07),
+        ((0.99, 1.06, 1.03), "aaa", 1.0),
+        ((0.99, 1.06, 1.03), "aba", 1.03),
+        ((1.2,), "a", 1.2),
+        ((0.9,), "a", 0.9),
+    ],
 )
-def test_a_row_counts_as_equal_if_its_runs_differ_by_more_than_its_regret(
-    regrets: tuple[float, ...], less_spread: float
+def test_a_row_counts_as_equal_if_runs_with_the_same_choice_differ_by_more_than_its_regret(
+    regrets: tuple[float, ...], choices: str, less_spread: float
 ) -> None:
-    assert ChosenRow("row", [{"regret": value} for value in regrets]).less_spread == pytest.approx(less_spread)
+    row = ChosenRow("row", [{"regret": value} for value in regrets], [*choices])
+    assert row.less_spread == pytest.approx(less_spread)
 
 
 def test_the_table_has_the_medians_of_all_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -47,23 +55,27 @@ def test_the_table_has_the_medians_of_all_runs(tmp_path: Path, capsys: pytest.Ca
         folder.mkdir()
         peers_only = row(10.0, model="405B")
         del peers_only["compiled"]
-        rows = [row(chosen), row(10.2, model="70B"), peers_only]
+        rows = [row(chosen), row(10.2, model="70B"), peers_only, *([row(10.0, model="405B")] if number == 1 else ())]
         (folder / "mlp_2.json").write_text(json.dumps({"rows": rows}))
         (folder / "on_eight.json").write_text(json.dumps({"parts": {}}))
     folders = [str(folder) for folder in sorted(tmp_path.iterdir())]
-    assert [each.name for each in rows_of(map(Path, folders))] == ["mlp_2: 8B M=64", "mlp_2: 70B M=64"]
+    assert [each.name for each in rows_of(map(Path, folders))] == [
+        "mlp_2: 8B M=64",
+        "mlp_2: 70B M=64",
+        "mlp_2: 405B M=64",
+    ]
     main([*folders, "--out", str(tmp_path / "chosen"), "--worst", "1"])
     header, _, line, everything, worst = capsys.readouterr().out.splitlines()
     cells = dict(zip(header.split(" | "), line.split(" | "), strict=True))
-    assert cells["runs"] == "3"
-    assert cells["regret"] == f"{(1.06 * 1.02) ** 0.5:.3f}"
+    assert cells["runs"] == "1 to 3"
+    assert cells["regret"] == f"{(1.06 * 1.02) ** (1 / 3):.3f}"
     assert cells["regret, max"] == "1.06"
-    assert cells["regret, <= 1.05"] == "50%"
-    assert cells["less spread"] == f"{1.02**0.5:.3f}", "8B differs by .2 between runs, and 70B by nothing"
+    assert cells["regret, <= 1.05"] == "67%"
+    assert cells["less spread"] == f"{1.02 ** (1 / 3):.3f}", "8B differs by .2 between runs, and the others by nothing"
     assert cells["x NCCL + cuBLAS"] == f"{12 / 10.6:.2f}"
-    assert everything.startswith("| all | 2 |")
-    assert worst == "mlp_2: 8B M=64: regret 1.00, 1.20, 1.06"
-    assert json.loads((tmp_path / "chosen.json").read_text())["rows"]["mlp_2: 70B M=64"][0]["regret"] == 1.02
+    assert everything.startswith("| all | 3 |")
+    assert worst == "mlp_2: 8B M=64: regret 1.00, 1.20, 1.06; ring triton, ring triton, ring triton"
+    assert json.loads((tmp_path / "chosen.json").read_text())["rows"]["mlp_2: 70B M=64"]["runs"][0]["regret"] == 1.02
 
 
 def test_folders_without_results_are_an_error(tmp_path: Path) -> None:

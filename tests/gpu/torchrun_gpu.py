@@ -487,6 +487,36 @@ def decoder(m: int, strategy: str, kernels: str, layers: int = 8) -> bool:
     return good
 
 
+def native(kind: str) -> bool:
+    """Return True if native code issues a program by NCCL and cuBLAS, and gives the bits that torch's calls give."""
+    program = hi.lower(
+        {
+            "allgather": lambda: patterns.allgather_matmul(SIZE, S=1, M=512 * SIZE, K=1024, N=768, dtype="bf16"),
+            "reduce_scatter": lambda: patterns.row_parallel_scattered(
+                SIZE, S=1, M=512 * SIZE, K=1024 * SIZE, N=768, dtype="bf16"
+            ),
+            "allreduce": lambda: patterns.row_parallel(SIZE, S=1, M=64, K=1024 * SIZE, N=768, dtype="bf16"),
+        }[kind](),
+        "sequential",
+    )
+    case = Case(kind, program, product)
+    with hi.knobs.scope(native_products=True, native_collectives=True):
+        executor = Executor(program)
+    by_torch, alike = Executor(program), True
+    for call in range(20 * CALLS):
+        parts = parts_of(case, fresh_on_gpu(case, call))
+        poison()
+        torch.cuda._sleep(random.randrange(2_000_000))
+        (ours,), (theirs,) = executor(*parts), by_torch(*parts)
+        alike = alike and torch.equal(ours, theirs)
+    lines = executor.tape.splitlines()
+    good = everywhere(alike and any(" by NCCL, " in line for line in lines))
+    if RANK == 0:
+        print(f"{'ok    ' if good else 'FAILED'} native {kind}: {'equal' if alike else 'different'} bits", flush=True)
+        print("\n".join(lines), flush=True)
+    return good
+
+
 def killed() -> None:
     executor = Executor(programs.ag_matmul())
     parts = parts_of(Case("killed", executor.program, product), fresh(Case("killed", executor.program, product), 0))
@@ -516,6 +546,8 @@ def main() -> None:
             results += [decoder(m, "push", kernels) for m in (1, 16, 64) for kernels in ("aten", "triton")]
             others = ("ring", "fused", *(f"sequential by {by}" for by in ("low_latency", "one_shot", "two_shot")))
             results += [decoder(16, strategy, "triton") for strategy in others]
+        if not wanted or "native" in wanted:
+            results += [native(kind) for kind in ("allgather", "reduce_scatter", "allreduce")]
         if not wanted or "modes" in wanted:
             gathers = ("ring", "fused", "push", "sequential by copy_engine")
             results += [modes_take_turns(s, k) for s in gathers for k in ("aten", "triton")]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from hostir.job.links import PATIENCE, Links, RankEvent
+from hostir.job.links import Links, RankEvent
 
 
 class Store:
@@ -119,7 +119,9 @@ def test_a_rank_that_connects_later_receives_earlier_events(store: Store) -> Non
     os.close(end)
 
 
-def test_a_rank_waits_for_its_connection_but_not_after_an_attempt_has_failed(store: Store) -> None:
+def test_a_rank_waits_for_its_connection_but_not_after_an_attempt_has_failed(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     alarm, end = os.pipe()
     first, last = Links(store, 0, 2, 10.0), Links(store, 1, 2, 10.0)
     late = threading.Timer(0.2, last.serve, (0.0, alarm))
@@ -135,8 +137,14 @@ def test_a_rank_waits_for_its_connection_but_not_after_an_attempt_has_failed(sto
     begin = time.monotonic()
     lost.await_link()
     assert not lost.linked
-    assert time.monotonic() - begin < PATIENCE / 2
-    for one in (first, last, lost):
+    slow = Links(Store(), 1, 2, 10.0)  # no attempt has failed yet, as nobody knows the address
+    monkeypatch.setattr("hostir.job.links.PATIENCE", 0.2)
+    slow.await_link()
+    assert 0.2 <= time.monotonic() - begin < 1
+    begin = time.monotonic()
+    slow.await_link()
+    assert time.monotonic() - begin < 0.1, "it waits once"
+    for one in (first, last, lost, slow):
         one.close()
     os.close(alarm)
     os.close(end)

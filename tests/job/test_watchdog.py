@@ -6,7 +6,6 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 
@@ -39,9 +38,6 @@ class Plan:
         return self.number
 
     def reported_problem(self) -> str:
-        return ""
-
-    def overdue(self) -> str:
         return ""
 
 
@@ -207,35 +203,24 @@ def test_a_run_that_other_ranks_do_not_make_is_stopped_even_if_it_begins_after_t
     assert "rank 0 was at a barrier" in str(plan.raised)
 
 
-class Overdue(Waiting):
-    """A plan with a collective on the device that does not end."""
-
-    def in_flight(self) -> list[object]:
-        return [SimpleNamespace(place=SimpleNamespace(statement=SimpleNamespace(span=None)))]
-
-    def describe(self, op: object) -> str:
-        return "'matmul %b, %w -> %c'"
-
-    def overdue(self) -> str:
-        return "'allgather %a -> %b' has not ended for 600 s"
-
-
+@pytest.mark.parametrize("raised", [None, HostIRError(Diagnostic("%a has the wrong shape"))])
 @pytest.mark.parametrize("kind", [Watchdog, GuestWatchdog])
 def test_a_collective_that_does_not_end_ends_the_process_even_of_a_guest(
-    kind: type[Watchdog], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    kind: type[Watchdog],
+    raised: HostIRError | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    codes = list[int]()
+    codes, late = list[int](), "'allgather %a -> %b' has not ended for 600 s"
     monkeypatch.setattr(watchdog, "PERIOD", 1e-4)
     monkeypatch.setattr(watchdog.os, "_exit", lambda code: (codes.append(code), dog.closing.set()))
     dog = kind(None, 0, 1, 60.0, 30.0)
-    dog.observe(plan := Overdue([]))
+    dog.raised = raised  # by an earlier call
+    dog.observe(plan := Waiting([]))
+    dog.late = lambda: late
     dog.thread.join(20)
     assert codes == [1]
     assert plan.raised is None, "no call waits for it on the host"
-    assert (
-        "rank 0 is ended at 'matmul %b, %w -> %c': 'allgather %a -> %b' has not ended for 600 s"
-        in capsys.readouterr().err
-    )
-    dog.learn()
-    assert RankEvent("failed", 0, "rank 0: 'allgather %a -> %b' has not ended for 600 s") in dog.links.events
+    assert f"error: rank 0 is ended: {late}" in capsys.readouterr().err
+    assert RankEvent("failed", 0, f"rank 0: {late}") in dog.links.events
     dog.close()

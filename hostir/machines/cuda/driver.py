@@ -7,10 +7,9 @@ stream memory operations, memory management and stream management of the CUDA dr
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ
 ORDERED = 0  # CU_STREAM_WRITE_VALUE_DEFAULT: visible only after all earlier work of the stream
 DEVICE = 2  # CU_MEMORYTYPE_DEVICE
 NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: not ordered with the legacy default stream
-RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID: the number of an allocation, unique in the process
 MAX_BATCH = 200  # operations per batch; the driver takes 256
 
@@ -96,21 +94,6 @@ def capture_of(stream: torch.cuda.Stream) -> tuple[int, int]:
 def capture_id(stream: torch.cuda.Stream) -> int:
     """Return the unique number of the capture that a stream is part of."""
     return capture_of(stream)[0]
-
-
-@contextlib.contextmanager
-def allowing_queries() -> Iterator[None]:
-    """In this context, this thread may query events while another thread captures.
-
-    Otherwise CUDA would refuse the query, and spoil the capture.
-    """
-    mode = ctypes.c_int(RELAXED)
-    exchange = cuda_driver().cuThreadExchangeStreamCaptureMode
-    check(exchange(ctypes.byref(mode)), "the mode of captures")
-    try:
-        yield
-    finally:
-        exchange(ctypes.byref(mode))  # the mode that this thread had
 
 
 class Allocations:

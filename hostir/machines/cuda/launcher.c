@@ -12,22 +12,30 @@
 #include <Python.h>
 
 #include <dlfcn.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#include <structmember.h> /* before Python 3.12, T_DOUBLE is only there */
-#include <time.h>
 
 #include "cuda.h"
 
 #define MAX_ATTRIBUTES 4
 #define STACK 65536 /* bytes that a call of cuBLAS may use */
 #define ALIGNMENT 64 /* of a CUtensorMap */
+#define RING 62
 
-typedef enum { LAUNCH, MEMORY, COPY, ROWS, RECORD, WAIT, COLLECTIVE, KINDS } Kind;
+typedef enum { LAUNCH, MEMORY, COPY, ROWS, RECORD, WAIT, COLLECTIVE, COUNT, KINDS } Kind;
 
 /* What a collective does. */
 typedef enum { ALLGATHER, REDUCE_SCATTER, ALLREDUCE, COLLECTIVES } Collective;
+
+/* Numbers of runs with collectives, of all tapes of a session, in memory that a GPU can write to. `text` is a ring: it
+ * holds what each of the latest runs does, as a number whose meaning only the reader knows. */
+typedef struct {
+  volatile int64_t begun; /* by the host */
+  volatile int64_t ended; /* by the device */
+  volatile int64_t text[RING];
+} Counts;
 
 /* One call of the driver. `place` is the index of the plan's step that makes it, for messages. */
 typedef struct {
@@ -59,6 +67,11 @@ typedef struct {
       void *communicator;
       int what, type;
     } collective;
+    struct {
+      CUstreamBatchMemOpParams op; /* writes the number of the run */
+      Counts *counts;
+      int64_t text;
+    } count;
   };
 } Entry;
 
@@ -80,7 +93,7 @@ typedef struct {
   Py_ssize_t *number; /* the number of the register that holds the tensor of each slot */
   uint64_t *address;  /* the address of each slot in the latest run */
   CUstream *stream;
-  double began; /* when the latest run began, in seconds of the monotonic clock */
+  Entry *count; /* the entry that counts runs with collectives; NULL if there is none */
   int running;
 } Tape;
 
@@ -123,7 +136,7 @@ static Nccl nccl;
 
 #define NCCL_SUM 0
 #define NCCL_IN_PROGRESS 7
-#define NCCL_ERRORS 100000 /* a CUresult of this and more is an error of NCCL, which has smaller numbers */
+#define NCCL_ERRORS 100000 /* added to a code of NCCL, to tell it from a CUresult */
 
 static PyObject *driver_error; /* the exception that a run raises for a driver call that fails */
 static PyObject *data_ptr;     /* the name of the method that returns the address of a tensor */
@@ -216,9 +229,13 @@ static CUresult issue_collective(Entry *entry, CUstream stream) {
   default:
     code = nccl.ncclAllReduce(source, target, count, type, NCCL_SUM, communicator, stream);
   }
-  while (code == NCCL_IN_PROGRESS) { /* a communicator that does not block: later work must come after this */
+  /* A collective may be in progress if the communicator does not block, and later work must come after it. An error of
+   * an earlier collective shows only here, as torch's watchdog does not ask for it. */
+  while (code == 0 || code == NCCL_IN_PROGRESS) {
     int failed = nccl.ncclCommGetAsyncError(communicator, &code);
     code = failed ? failed : code;
+    if (code == 0)
+      break;
   }
   return code ? (CUresult)(NCCL_ERRORS + code) : CUDA_SUCCESS;
 }
@@ -244,6 +261,8 @@ static CUresult issue(Entry *entry, CUstream stream) {
     return driver.cuStreamWaitEvent(stream, entry->event, 0);
   case COLLECTIVE:
     return issue_collective(entry, stream);
+  case COUNT:
+    return driver.cuStreamBatchMemOp_v2(stream, 1, &entry->count.op, 0);
   default:
     return CUDA_ERROR_INVALID_VALUE;
   }
@@ -327,6 +346,15 @@ static int read_addresses(Tape *tape, PyObject *registers, CUresult *code) {
   return 0;
 }
 
+/* Number a run that begins now. The GIL is held, so no other run of the session gets the same number. */
+static void count_run(Entry *entry) {
+  Counts *counts = entry->count.counts;
+  int64_t number = counts->begun + 1;
+  counts->text[number % RING] = entry->count.text;
+  counts->begun = number;
+  entry->count.op.writeValue.value64 = (cuuint64_t)number;
+}
+
 PyDoc_STRVAR(run_doc, "run(registers)\n--\n\n"
                       "Issue all entries, with the addresses of the tensors in the registers of the slots.\n\n"
                       "Raises the exception of `open` for the first entry that fails.");
@@ -341,15 +369,16 @@ static PyObject *run(Tape *tape, PyObject *registers) {
   if (read_addresses(tape, registers, &code))
     return NULL;
   if (code == CUDA_SUCCESS) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    tape->began = (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
     tape->running = 1;
+    if (tape->count != NULL)
+      count_run(tape->count);
     /* The driver waits while the queue of a stream is full, and other threads must notice why it does not empty. */
     Py_BEGIN_ALLOW_THREADS
     code = issue_all(tape, &at);
     Py_END_ALLOW_THREADS
     tape->running = 0;
+    if (code != CUDA_SUCCESS && tape->count != NULL)
+      tape->count->count.counts->begun--; /* this run never ends, and its caller knows it */
   }
   if (code == CUDA_SUCCESS)
     Py_RETURN_NONE;
@@ -627,14 +656,34 @@ static int make_collective(Entry *entry, PyObject *fields) {
   if (!PyArg_ParseTuple(fields, "KKnKii", &target, &source, &count, &communicator, &entry->collective.what,
                         &entry->collective.type))
     return -1;
-  if (nccl.library == NULL || entry->collective.what < 0 || entry->collective.what >= COLLECTIVES) {
-    PyErr_SetString(PyExc_ValueError, nccl.library ? "an unknown kind of collective" : "a collective without NCCL");
+  if (nccl.library == NULL || communicator == 0 || entry->collective.what < 0 ||
+      entry->collective.what >= COLLECTIVES) {
+    PyErr_SetString(PyExc_ValueError, "a collective of an unknown kind, without NCCL, or without a communicator");
     return -1;
   }
   entry->collective.target = target;
   entry->collective.source = source;
   entry->collective.count = (size_t)count;
   entry->collective.communicator = (void *)(uintptr_t)communicator;
+  return 0;
+}
+
+/* A count of runs: (address of Counts, text). The address is the same for the host and the device. */
+static int make_count(Tape *tape, Entry *entry, PyObject *fields) {
+  unsigned long long counts;
+  long long text;
+  if (!PyArg_ParseTuple(fields, "KL", &counts, &text))
+    return -1;
+  if (tape->count != NULL || counts == 0) {
+    PyErr_SetString(PyExc_ValueError, "a second count of runs, or one without memory");
+    return -1;
+  }
+  tape->count = entry;
+  entry->count.counts = (Counts *)(uintptr_t)counts;
+  entry->count.text = text;
+  entry->count.op = (CUstreamBatchMemOpParams){0};
+  entry->count.op.writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_64;
+  entry->count.op.writeValue.address = (CUdeviceptr)counts + offsetof(Counts, ended);
   return 0;
 }
 
@@ -659,6 +708,8 @@ static int make_entry(Tape *tape, Entry *entry, PyObject *row) {
     return make_rows(entry, fields);
   case COLLECTIVE:
     return make_collective(entry, fields);
+  case COUNT:
+    return make_count(tape, entry, fields);
   default:
     return make_event(entry, fields);
   }
@@ -814,11 +865,6 @@ static PyMethodDef tape_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static PyMemberDef tape_members[] = {
-    {"began", T_DOUBLE, offsetof(Tape, began), READONLY, "When the latest run began, by time.monotonic()."},
-    {NULL, 0, 0, 0, NULL},
-};
-
 static PyTypeObject TapeType = {
     PyVarObject_HEAD_INIT(NULL, 0)
     .tp_name = "hostir_launcher.Tape",
@@ -831,7 +877,6 @@ static PyTypeObject TapeType = {
     .tp_new = tape_new,
     .tp_dealloc = (destructor)tape_free,
     .tp_methods = tape_methods,
-    .tp_members = tape_members,
 };
 
 static PyMethodDef functions[] = {

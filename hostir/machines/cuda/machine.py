@@ -36,6 +36,7 @@ from hostir.machines.cuda.cublas import CublasStreams
 from hostir.machines.cuda.graphs import uniform_only
 from hostir.machines.cuda.memory import PeerMemory
 from hostir.machines.cuda.native import DriverError, launcher
+from hostir.machines.cuda.nccl import NativeCollectives
 from hostir.machines.cuda.ranges import in_ranges, profiler_runs
 from hostir.machines.cuda.streams import current, workers
 from hostir.machines.cuda.taped import IssuedSteps, Tapes
@@ -78,6 +79,14 @@ class CudaMachine:
         self.profiled = PROFILE.get()
         self.launcher = launcher() if NATIVE.get() and not self.profiled else None  # None: Python issues all steps
         self.products, self.collectives = NATIVE_PRODUCTS.get(), NATIVE_COLLECTIVES.get()
+
+    @property
+    def native_collectives(self) -> NativeCollectives:
+        """The collectives that native code issues for the session."""
+        if self.groups.native is None:
+            self.groups.native = NativeCollectives(self.groups.timeout.total_seconds(), self.device)
+        native: NativeCollectives = self.groups.native
+        return native
 
     def kernel(self, op: ComputeOp) -> Kernel:
         """Return the kernel of a computation. During captures, it calls cuBLAS on a private stream."""
@@ -342,18 +351,6 @@ class CudaPlan:
     def reported_problem(self) -> str:
         problem = self.problem()
         return headline(problem) if problem is not None else ""
-
-    def overdue(self) -> str:
-        """Return which collective of this rank has not ended within the timeout of its group; empty if there is none.
-
-        torch's watchdog looks for such collectives, but does not see those that native code issues. The watchdog's
-        thread calls this method.
-        """
-        groups = self.machine.groups
-        seconds = groups.timeout.total_seconds()
-        watched = [ref() for ref in groups.collectives.valuerefs()]
-        late = next((each for each in watched if each is not None and each.late(seconds)), None)
-        return f"{late.text} has not ended for {seconds:.0f} s, the timeout of its process group" if late else ""
 
     def busy(self) -> list[tuple[Op, str]]:
         """Return the operations that may be unfinished, and a description of each.

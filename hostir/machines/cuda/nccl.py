@@ -2,12 +2,14 @@
 
 Some collectives can be recorded on a tape. Then native code issues them to NCCL directly, with the communicator of the
 process group. Such a collective runs on the stream of the caller, as it does through torch. torch's watchdog does not
-see it, so hostir's watchdog looks whether it ends (see `CudaPlan.overdue`).
+see it, so hostir's watchdog checks that it ends (see `NativeCollectives`).
 """
 
 from __future__ import annotations
 
 import functools
+import os
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +22,7 @@ from torch._C._distributed_c10d import (
 
 from hostir.job.links import headline
 from hostir.machines.binding import Step
-from hostir.machines.cuda.tape import COLLECTIVES, TapeWriter
+from hostir.machines.cuda.tape import COLLECTIVES, COUNT, TapeEntry, TapeWriter
 from hostir.plan.operations import CollectiveOp, MessagesOp
 
 if TYPE_CHECKING:
@@ -37,6 +39,9 @@ SUMMED = {
     torch.bfloat16: (9, "bf16"),
 }
 BYTES = (1, "bytes")
+LOOK = 1.0  # the most seconds between two looks of the watchdog, unless its process was stopped
+COUNTS = 64  # the size of the struct Counts in launcher.c, in elements of int64
+_memory_of_runs: list[torch.Tensor] = []  # one for each session; a GPU may write to it after the session has ended
 
 
 def collective(
@@ -102,6 +107,59 @@ def library_problem(module: Any, library: str = LIBRARY) -> str:
     return ""
 
 
+class NativeCollectives:
+    """The collectives that native code issues for a session. The watchdog's thread asks whether they end.
+
+    Native code numbers the runs of tapes with collectives. It writes the number of each run to pinned memory before it
+    issues the run, and a stream writes the number to the same memory at the end. So the watchdog only reads memory. A
+    call of CUDA could wait for a lock that a thread holds while it waits for the device, and it would be refused while
+    another thread captures.
+
+    Args:
+        seconds: the timeout of the process groups.
+        device: the device.
+
+    Fields:
+        texts: what the collectives of each tape are, as text.
+        ended: the number of runs that had ended when the watchdog asked last.
+        asked: the time when it asked last.
+        waited: the seconds in which no run has ended, and one was under way. Time in which the process was stopped does
+            not count.
+    """
+
+    def __init__(self, seconds: float, device: torch.device) -> None:
+        self.seconds = seconds
+        self.memory = torch.zeros(COUNTS, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+        _memory_of_runs.append(self.memory)
+        self.counts = self.memory.numpy().data
+        self.texts: list[str] = []
+        self.ended, self.asked, self.waited = 0, time.monotonic(), 0.0
+
+    def entry(self, text: str, place: int, stream: int) -> TapeEntry:
+        """Return a tape entry that marks the end of collectives.
+
+        Args:
+            text: what the collectives are.
+            place, stream: as for the entry.
+        """
+        if text not in self.texts:
+            self.texts.append(text)
+        fields = (self.memory.data_ptr(), self.texts.index(text))
+        return TapeEntry(COUNT, place, stream, fields, (), "count the runs that have ended")
+
+    def late(self) -> str:
+        """Return which collectives have not ended for the timeout; empty if there are none."""
+        begun, ended, *texts = self.counts.tolist()
+        last, self.asked = self.asked, time.monotonic()
+        stands = begun != ended == self.ended
+        self.ended, self.waited = ended, self.waited + min(self.asked - last, LOOK) if stands else 0.0
+        if self.waited < self.seconds:
+            return ""
+        oldest = ended + 1
+        which = self.texts[texts[oldest % len(texts)]] if begun - ended <= len(texts) else "a collective by NCCL"
+        return f"{which}, or what follows it in its call, has not ended for {self.seconds:.0f} s, the group's timeout"
+
+
 def record_collective(plan: CudaPlan, number: int, backend: Any, module: Any, writer: TapeWriter) -> str:
     """Add a collective to a tape. Return the reason if this is not possible, and else an empty text.
 
@@ -118,7 +176,9 @@ def record_collective(plan: CudaPlan, number: int, backend: Any, module: Any, wr
     smaller = min(x, out, key=torch.Tensor.numel)
     datatype = BYTES if op.communication == "allgather" else SUMMED.get(x.dtype)
     if datatype is None:
-        return f"NCCL adds up {x.dtype} in torch's way"
+        return f"hostir does not know how NCCL adds up {x.dtype}"
+    if os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "2":
+        return "torch may end the communicator (TORCH_NCCL_ASYNC_ERROR_HANDLING=2)"
     if reason := library_problem(module):
         return reason
     try:

@@ -19,7 +19,7 @@ import ctypes
 import functools
 import struct
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hostir.ir.machine import uncollected
 from hostir.job.links import headline
-from hostir.kernels.matmul.workspaces import workspace
+from hostir.kernels.parameters import TAPING
+from hostir.kernels.pools import outside_pools
 from hostir.machines.binding import Step
 from hostir.machines.cuda.driver import cuda_driver, new_stream
 from hostir.machines.cuda.tape import LAUNCH, TapeWriter
@@ -42,6 +43,7 @@ COMPUTATIONS = "matmul", "linear", "scaled_matmul"
 UNIT = 256  # bytes: the choice of cuBLAS may depend on the alignment of an operand within this unit
 MEMORY_TYPE, DEVICE = 2, 2  # CU_POINTER_ATTRIBUTE_MEMORY_TYPE and CU_MEMORYTYPE_DEVICE
 Matrices = Mapping[int, torch.Tensor]  # the tensors in registers
+_workspaces: dict[tuple[torch.device, int], torch.Tensor] = {}  # by device and handle of the stream
 _recording = threading.RLock()  # held while a product is captured: all threads use the same two streams
 
 
@@ -121,11 +123,10 @@ def launch_for_any(
     found, other = [*addresses_in(image, operands)], bytearray(image)
     for at, register, offset in found:
         struct.pack_into("<Q", other, at, moved[register].data_ptr() + offset)
-    patched, mine = {at for at, _, _ in found}, bytearray(image)
-    for at in (at for at in range(0, len(image) - 7, 8) if at not in patched and is_on_gpu(image, at)):
-        address = in_workspace(image, expected[4], at, plan, plan.ops[number].stream)
-        if address is None:
-            raise ValueError(f"{name} uses other memory (parameter bytes {at} to {at + 7})")
+    patched = {at for at, _, _ in found}
+    others = [at for at in range(0, len(image) - 7, 8) if at not in patched and is_on_gpu(image, at)]
+    mine, stream = bytearray(image), plan.streams[plan.ops[number].stream].cuda_stream
+    for at, address in in_workspace(name, (image, expected[4]), others, plan.machine.device, stream):
         other[at : at + 8] = expected[4][at : at + 8]
         struct.pack_into("<Q", mine, at, address)
     if different := [at for at, (one, two) in enumerate(zip(other, expected[4], strict=True)) if one != two]:
@@ -135,37 +136,66 @@ def launch_for_any(
     return name, (*launch, bytes(mine), offsets), found
 
 
-def in_workspace(one: bytes, two: bytes, at: int, plan: CudaPlan, stream: int) -> int | None:
-    """Return the address in hostir's workspace for a stream of the plan that replaces an address in torch's workspace.
+def in_workspace(
+    name: str, images: tuple[bytes, bytes], places: Sequence[int], device: torch.device, stream: int
+) -> Iterator[tuple[int, int]]:
+    """Yield each place in a launch's parameters that has an address in torch's workspace, and the address to put there.
+
+    The new address is in hostir's workspace for the stream on which the product runs. Raises ValueError for an address
+    elsewhere: an address must be at the same place in two blocks of torch's memory of the same size, which belong to
+    the streams of the captures. All addresses must be in the same block.
 
     Args:
-        one, two: the parameters in the two captures. In each of them, torch has another workspace.
-        at: the offset of the address in the parameters.
-        plan, stream: the plan, and the number of its stream on which the product runs.
-
-    Returns None if the address is not at the same place in two blocks of torch's memory of the same size.
+        name: the name of the kernel.
+        images: the parameters in the two captures. In each of them, torch has another workspace.
+        places: the offsets of the addresses in the parameters.
+        device, stream: the device, and the handle of the stream.
     """
-    addresses = [struct.unpack_from("<Q", image, at)[0] for image in (one, two)]
-    blocks = [block_of(address) for address in addresses]
-    places = [(address - block.start, len(block)) for address, block in zip(addresses, blocks, strict=True)]
-    (offset, size), second = places
-    if not size or addresses[0] == addresses[1] or (offset, size) != second:
-        return None
-    where = plan.streams[stream]
-    with torch.cuda.stream(where):
-        sums, _ = workspace(plan.machine.device, where.cuda_stream, -(-size // 4), 1)
-    return sums.data_ptr() + offset
+    if not places:
+        return
+    segments, known = torch.cuda.memory_snapshot(), None
+    captures = streams_of_captures(device)
+    for at in places:
+        addresses = [struct.unpack_from("<Q", image, at)[0] for image in images]
+        blocks = [block_of(x, segments, on.cuda_stream) for x, on in zip(addresses, captures, strict=True)]
+        offset, other = (x - block.start for x, block in zip(addresses, blocks, strict=True))
+        sizes = {len(block) for block in blocks}
+        if 0 in sizes or len(sizes) > 1 or offset != other or known not in (None, blocks):
+            raise ValueError(f"{name} uses other memory (parameter bytes {at} to {at + 7})")
+        known = blocks
+        yield at, workspace(device, stream, len(blocks[0])).data_ptr() + offset
 
 
-def block_of(address: int) -> range:
-    """Return the addresses of the block of torch's memory that contains an address; an empty range if there is none."""
-    for segment in torch.cuda.memory_snapshot():
+def block_of(address: int, segments: Sequence[dict[str, Any]], stream: int) -> range:
+    """Return the addresses of the block of torch's memory that contains an address; an empty range if there is none.
+
+    Args:
+        address: the address.
+        segments: a snapshot of torch's memory.
+        stream: the handle of the stream to which the block must belong.
+    """
+    for segment in segments:
         begin = segment["address"]
-        for block in segment["blocks"] if begin <= address < begin + segment["total_size"] else ():
+        inside = segment["stream"] == stream and begin <= address < begin + segment["total_size"]
+        for block in segment["blocks"] if inside else ():
             if begin <= address < begin + block["size"]:
                 return range(begin, begin + block["size"])
             begin += block["size"]
     return range(address, address)
+
+
+def workspace(device: torch.device, stream: int, size: int) -> torch.Tensor:
+    """Return memory of at least `size` bytes for the products that native code launches on a stream of a device.
+
+    They run one after another, so all of them share it. It is kept, as torch keeps a workspace for each stream. A tape
+    that is being recorded keeps it, too, since a later product may need a larger one. `stream` is a handle.
+    """
+    held = _workspaces.get((device, stream))
+    if held is None or len(held) < size:
+        make = partial(torch.empty, size, dtype=torch.uint8, device=device)
+        held = _workspaces[device, stream] = outside_pools(device, make)
+    TAPING.keep(held)
+    return held
 
 
 def launch_of(step: Step, stream: torch.cuda.Stream, module: Any) -> tuple[str, tuple[Any, ...]]:

@@ -7,7 +7,6 @@ that only torch can run, and steps that allocate or free memory.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,11 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hostir.ir.source import logger
 from hostir.machines.binding import Step
-from hostir.machines.cuda.driver import allowing_queries
 from hostir.machines.cuda.native import native
 from hostir.machines.cuda.nccl import record_collective
 from hostir.machines.cuda.products import UNIT, record_product
-from hostir.machines.cuda.streams import record
 from hostir.machines.cuda.tape import COLLECTIVE, Memory, Segment, TapeEntry, TapeWriter
 from hostir.plan.operations import CALLER, AllocateOp, CollectiveOp, ComputeOp, ViewOp
 
@@ -40,37 +37,6 @@ aten = torch.ops.aten
 WITHOUT_WORK = aten.empty_strided.default, aten.record_stream.default  # beside the operators that make views
 
 
-@dataclass(eq=False)
-class NativeCollectives:
-    """The collectives that native code issues in a run, for the watchdog.
-
-    Fields:
-        text: the first collective as text.
-        tape: the native tape at the end of the run. Its field `began` is the time when it ran last.
-        ended: an event at the end of the run.
-        seen: the value of `began` for the latest run that is known to have ended.
-    """
-
-    text: str
-    tape: Any
-    ended: torch.cuda.Event
-    seen: float = 0.0
-
-    def late(self, seconds: float) -> bool:
-        """Return True if the latest run began more than `seconds` ago and has not ended."""
-        began = self.tape.began
-        if began == self.seen or time.monotonic() - began < seconds:
-            return False
-        try:
-            with allowing_queries():
-                if not self.ended.query():
-                    return True
-        except RuntimeError:  # the device has failed, which the caller's next call of CUDA raises
-            pass
-        self.seen = began
-        return False
-
-
 @dataclass(frozen=True)
 class IssuedSteps:
     """The steps that a run issues.
@@ -82,14 +48,12 @@ class IssuedSteps:
         text: the steps as text, with the driver calls of each segment; empty without a tape.
         issued: the number of driver calls by native code and of computations that Python issues; 0 without a tape. Any
             other step that Python issues counts as MANY.
-        collectives: the collectives that native code issues, which live as long as the steps; None if there are none.
     """
 
     steps: Sequence[Step]
     ends: Sequence[int]
     text: str = ""
     issued: int = 0
-    collectives: NativeCollectives | None = None
 
     @staticmethod
     def of(steps: Sequence[Step]) -> IssuedSteps:
@@ -200,7 +164,6 @@ class TapedRun:
     def __init__(self, plan: CudaPlan, module: Any, caller: int, products: bool, collectives: bool = False) -> None:
         self.plan, self.module, self.products, self.collectives = plan, module, products, collectives
         self.reasons: dict[int, str] = {}  # by step: why native code cannot issue a product or a collective
-        self.ended: torch.cuda.Event | None = None  # after the last step, if there are collectives on the tape
         self.streams = (*(stream.cuda_stream for stream in plan.machine.streams), caller)
         self.pending: list[TapeEntry] = []  # entries that are not in a segment yet
         self.steps: list[Step] = []
@@ -208,8 +171,6 @@ class TapedRun:
         self.lines: list[str] = []
         self.issued = 0
         self.has_segments = False
-        self.last: Sequence[TapeEntry] = ()  # entries after those of all steps
-        self.segment: Any = None  # the latest native tape
 
     def tape(self, ends: list[int]) -> IssuedSteps:
         """Issue all steps of the plan, and return the steps that a later run issues instead.
@@ -232,25 +193,12 @@ class TapedRun:
                     self.reasons[number] = record_again(self.module, writer)
                     recorded = writer.complete and not self.reasons[number]
                 entries.append(writer.entries if recorded else ())
-            if any(entry.kind == COLLECTIVE for each in entries for entry in each):
-                writer.entries, self.ended = [], torch.cuda.Event()
-                record(self.ended, plan.streams[CALLER])  # all other streams have been joined
-                self.last = writer.entries
         with torch.cuda.device(plan.machine.device):  # in this thread it may be another one
             bind_thread(plan.machine.device)
             self.make_steps(entries)
         if writer.kept:  # this step does nothing, but keeps workspaces alive as long as the steps that use them
             self.add(partial(len, writer.kept), len(plan.steps))
-        return IssuedSteps(self.steps, self.ends, "\n".join(self.lines), self.issued, self.watched())
-
-    def watched(self) -> NativeCollectives | None:
-        """Let the watchdog see the collectives on the tape, and return them; None if there are none."""
-        if self.ended is None:
-            return None
-        first = next(n for n in sorted(self.plan.recordable) if not self.reasons[n])
-        watched = NativeCollectives(self.plan.describe(self.plan.ops[first]), self.segment, self.ended)
-        self.plan.machine.groups.collectives[id(watched)] = watched
-        return watched
+        return IssuedSteps(self.steps, self.ends, "\n".join(self.lines), self.issued)
 
     def recording_of(self, number: int) -> Callable[[Any, TapeWriter], str] | None:
         """Return a function that records a step of a library, or None if there is none for this step.
@@ -290,7 +238,6 @@ class TapedRun:
                 self.add(step, number + 1)
             elif op.out in views:
                 self.add(step, number + 1)
-        self.pending += self.last
         self.flush(len(plan.steps))
         if switch is not None and stream != now:
             self.add(switch, len(plan.steps))
@@ -317,10 +264,12 @@ class TapedRun:
         """
         if not self.pending:
             return
+        if (first := next((entry for entry in self.pending if entry.kind == COLLECTIVE), None)) is not None:
+            plan, last = self.plan, self.pending[-1].place
+            text = plan.describe(plan.ops[first.place])
+            self.pending.append(plan.machine.native_collectives.entry(text, last, len(self.streams) - 1))
         segment = Segment.of(self.pending)
-        run = native(self.module, segment, self.streams)
-        self.segment = getattr(run, "__self__", None)
-        self.add(partial(run, self.plan.registers), end)
+        self.add(partial(native(self.module, segment, self.streams), self.plan.registers), end)
         self.lines.append(str(segment))
         self.issued += len(self.pending)
         self.pending = []

@@ -228,9 +228,6 @@ class GlooPlan:
     def reported_problem(self) -> str:
         return ""  # failures are raised to the caller
 
-    def overdue(self) -> str:
-        return ""  # `progress` shows it
-
     def progress(self) -> tuple[int, ...] | None:
         """Return a value that changes whenever a lane begins a step.
 

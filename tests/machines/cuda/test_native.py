@@ -28,6 +28,7 @@ from hostir.machines.cuda.native import SOURCE, DriverError, build, native
 from hostir.machines.cuda.tape import (
     CLUSTER,
     CLUSTER_SCHEDULING,
+    COUNT,
     LAUNCH,
     Memory,
     Segment,
@@ -196,7 +197,7 @@ def test_other_threads_run_while_the_driver_waits_for_a_full_queue(module: Any, 
     library.fake_block(1)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(run, [A.begin, B.begin])
-        while not library.fake_waits():
+        while not library.fake_waits() and not waiting.done():
             time.sleep(0)
         assert not waiting.done()
         library.fake_block(0)
@@ -279,12 +280,28 @@ def test_nccl_is_taken_only_from_a_library_that_is_loaded_and_has_it(module: Any
             module.open_nccl(name)
 
 
-def test_a_tape_says_when_its_latest_run_began(module: Any, driver: FakeDriver) -> None:
-    tape = native(module, every_entry(), HANDLES).__self__  # type: ignore[attr-defined]
-    assert tape.began == 0
-    before = time.monotonic()
-    tape.run([A.begin, B.begin])
-    assert before <= tape.began <= time.monotonic()
+def test_runs_with_collectives_are_numbered_by_the_host_and_at_their_end_by_the_stream(
+    module: Any, driver: FakeDriver
+) -> None:
+    counts = (ctypes.c_int64 * 64)()
+    at, runs = ctypes.addressof(counts), []
+    for text in (7, 9):
+        count = TapeEntry(COUNT, 3, 1, (at, text), (), "")
+        runs.append(native(module, Segment((every_entry().entries[4], count), ()), HANDLES))
+    for number, which in enumerate((0, 1, 1, 0), 1):
+        runs[which]([])
+        assert driver.take() == ["0x100: record 0x77", f"0x200: memory 0 5 {at + 8:x} {number}"]
+        assert counts[:2] == [number, 0]
+        assert counts[2 + number] == (7, 9)[which]
+    driver.fail(1)
+    with pytest.raises(DriverError) as failed:
+        runs[0]([])
+    assert failed.value.place == 3
+    assert counts[0] == 4, "the run that failed does not count"
+    driver.fail(-1)
+    counts[0] = 61
+    runs[1]([])
+    assert counts[2] == 9, "the texts are a ring"
 
 
 def test_entries_are_issued_in_the_context_in_which_the_tape_was_made(module: Any, driver: FakeDriver) -> None:
@@ -369,15 +386,20 @@ def test_what_does_not_fit_a_tape_is_refused(module: Any, driver: FakeDriver, nc
         (((0, 0, 0, (0, sizes, 1, bytes(5 * 72), bytes(8), (0,))),), ()),  # too many attributes
         (((1, 0, 0, (bytes(47),)),), ()),
         (((3, 0, 0, (bytes(47),)),), ()),
-        (((6, 0, 0, (0, 0, 8, 0, 3, 1)),), ()),  # no such collective
-        (((6, 0, 0, (0, 0, 8, 0, 0, 1)),), ((0, 0, 16, 0, False),)),  # only two addresses
+        (((6, 0, 0, (0, 0, 8, 1, 3, 1)),), ()),  # no such collective
+        (((6, 0, 0, (0, 0, 8, 0, 0, 1)),), ()),  # no communicator
+        (((6, 0, 0, (0, 0, 8, 1, 0, 1)),), ((0, 0, 16, 0, False),)),  # only two addresses
+        (((7, 0, 0, (0, 1)),), ()),  # no memory
+        (((7, 0, 0, (8, 1)), (7, 0, 0, (8, 1))), ()),  # two numbers of a run
         (launch, ((0, 0, 1, 0, False),)),  # the address would not end within the parameters
         (launch, ((0, 1, 0, 0, False),)),  # no such entry
         (launch, ((2, 0, 0, 0, False),)),  # no such slot
         (launch, ((1, 0, 0, 0, False), (0, 0, 0, 0, False))),  # not sorted
         (event, ((0, 0, 0, 0, False),)),  # an event holds no address
     ]:
-        with pytest.raises(ValueError, match=r"a stream|a parameter|not an array|not a CUDA_MEMCPY2D|patch|collective"):
+        with pytest.raises(
+            ValueError, match=r"a stream|a parameter|not an array|not a CUDA_MEMCPY2D|patch|collective|count"
+        ):
             module.Tape(entries, patches, (0, 1), HANDLES)
     assert driver.take() == []
 

@@ -11,7 +11,9 @@ import re
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,7 +38,8 @@ from hostir.machines.cuda import blocks, copies, credits, flags, machine, native
 from hostir.machines.cuda import driver as cuda_driver
 from hostir.machines.cuda.tape import LAUNCH, Segment, TapeEntry, TapeWriter
 from hostir.machines.cuda.taped import IssuedSteps, Tapes
-from hostir.plan.operations import NONE, AllocateOp, ComputeOp
+from hostir.plan.operations import NONE, AllocateOp, CollectiveOp, ComputeOp
+from hostir.plan.unroll import unroll
 from tests.counting import calls_of
 from tests.kernels.hopper import Hopper, hopper, inputs_of
 from tests.machines.cuda.test_native import NO_COMPILER, FakeDriver, Graph, driver, module
@@ -419,9 +422,11 @@ def test_a_call_of_the_driver_that_fails_names_its_statement(
 # Two blocks of torch's memory, a workspace for each capture, and an address in each of them.
 FIRST, SECOND, LENGTH = 0xABCD00001000, 0xABCD00500000, 1 << 20
 AT_FIRST, AT_SECOND = FIRST + 256, SECOND + 256
+THIRD = 0xABCD00A00000  # a block of another stream
 SNAPSHOT = [
-    {"address": FIRST - 512, "total_size": 512 + LENGTH, "blocks": [{"size": 512}, {"size": LENGTH}]},
-    {"address": SECOND, "total_size": 3 * LENGTH, "blocks": [{"size": LENGTH}, {"size": 2 * LENGTH}]},
+    {"address": FIRST - 512, "total_size": 512 + LENGTH, "blocks": [{"size": 512}, {"size": LENGTH}], "stream": 1},
+    {"address": SECOND, "total_size": 3 * LENGTH, "blocks": [{"size": LENGTH}, {"size": 2 * LENGTH}], "stream": 2},
+    {"address": THIRD, "total_size": LENGTH, "blocks": [{"size": LENGTH}], "stream": 0},
 ]
 
 
@@ -494,7 +499,8 @@ def gathered(
     monkeypatch.setattr(torch.cuda, "stream", OnStream)
     monkeypatch.setattr(products, "streams_of_captures", lambda device: (STREAMS[1], STREAMS[2]))
     monkeypatch.setattr(products, "cuda_driver", lambda: driver.library)
-    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: SNAPSHOT)
+    snapshot = [each | {"stream": STREAMS[each["stream"]].cuda_stream} for each in SNAPSHOT]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: snapshot)
     program = hi.lower(FUSIONS["gathered"](), "ring")
     plan = gpu.plan(program, 0, "cublas", inputs_of(program, 0))
     plan.tapes = Tapes(module, products=True)
@@ -525,28 +531,28 @@ def test_a_kernel_of_cublas_gets_hostirs_workspace_for_its_stream(
 ) -> None:
     program, plan, cublas = gathered
     cublas.words = AT_FIRST, AT_SECOND
-    asked = list[tuple[Any, ...]]()
-    sums = StandIn.of((1,), (1,), torch.float32, plan.machine.device, 0xBEEF000000)
+    sizes, segments, made = list[int](), list[Segment](), native.native
 
-    def workspace(*which: Any) -> tuple[StandIn, None]:
-        asked.append((*which, Current.stream.cuda_stream))
-        return sums, None
+    def allocate(size: int, **_: Any) -> StandIn:
+        sizes.append(size)
+        return StandIn.of((size,), (1,), torch.uint8, plan.machine.device, 0xBEEF000000 + len(sizes))
 
-    monkeypatch.setattr(products, "workspace", workspace)
-    segments, made = list[Segment](), native.native
+    monkeypatch.setattr(products, "_workspaces", {})
+    monkeypatch.setattr(products, "outside_pools", lambda device, work: allocate(*work.args))
     monkeypatch.setattr(taped, "native", lambda m, segment, s: (segments.append(segment), made(m, segment, s))[1])
     for _ in range(3):
         log = issued(plan, inputs_of(program, 0), driver)
-    launches = [line for line in log if "launch 4x32 shared 512" in line]
-    assert len(launches) == 2
     assert "by Python" not in plan.tapes.latest.text
-    for line, (_, stream, size, _, current) in zip(launches, asked, strict=True):
-        assert line.startswith(f"{stream:#x}: "), "the stream on which the kernel runs"
-        assert stream == current
-        assert size == LENGTH // 4
-    assert [stream for _, stream, *_ in asked] == [CALLERS[0].cuda_stream, plan.streams[0].cuda_stream]
-    images = [entry[3][4] for segment in segments for entry in segment.rows if entry[0] == LAUNCH]
-    assert [struct.unpack_from("<Q", image, 72)[0] for image in images if len(image) == 208] == [0xBEEF000100] * 2
+    assert sizes == [LENGTH] * 2
+    held = {stream: x.data_ptr() for (_, stream), x in products._workspaces.items()}
+    entries = [entry for segment in segments for entry in segment.entries if "launch gemm" in entry.text]
+    handles = *(stream.cuda_stream for stream in plan.machine.streams), CALLERS[0].cuda_stream
+    on = [handles[entry.stream] for entry in entries]
+    assert set(on) == {CALLERS[0].cuda_stream, plan.streams[0].cuda_stream}
+    assert [struct.unpack_from("<Q", entry.fields[4], 72)[0] for entry in entries] == [held[s] + 256 for s in on]
+    assert sum("launch 4x32 shared 512" in line for line in log) == 2
+    kept = [step.args[0] for step in plan.tapes.latest.steps if isinstance(step, partial) and step.func is len]
+    assert {x.data_ptr() for x in kept[0]} >= {*held.values()}, "a later tape may replace a workspace by a larger one"
 
 
 def test_a_tape_with_a_kernel_of_cublas_is_for_one_alignment_within_256_bytes(
@@ -584,6 +590,7 @@ def test_a_tape_with_a_kernel_of_cublas_is_for_one_alignment_within_256_bytes(
         ({"words": (AT_FIRST, AT_SECOND + 64)}, "gemm uses other memory .* 72 to 79"),
         ({"words": (AT_FIRST, AT_SECOND + LENGTH)}, "gemm uses other memory .* 72 to 79"),
         ({"words": (AT_FIRST, 0xABCD00900000)}, "gemm uses other memory .* 72 to 79"),
+        ({"words": (AT_FIRST, THIRD + 256)}, "gemm uses other memory .* 72 to 79"),
         ({"grid": 5}, "its kernel or grid depends on the addresses of its operands"),
         ({"without_out": True}, "gemm does not contain the addresses of 1 operands"),
         ({"nodes": 2}, "it takes 2 steps on the device"),
@@ -690,10 +697,10 @@ def test_native_code_issues_collectives_of_nccl_for_any_addresses(
     program, plan = sequential(kind, gpu, module, collectives=True)
     logs = [issued(plan, inputs_of(program, 0), driver) for _ in range(6)]
     assert sum(kind in line for line in logs[0]) == 1
-    ends = [log.pop() for log in logs[1:]]
+    ends = [log.pop() for log in logs[2:]]
     assert all(relative(log) == relative(logs[0]) for log in logs)
-    assert ": record 0x" in ends[0], "an event that shows whether the collective ends"
-    assert len({*ends}) == 1
+    assert [line.split()[-1] for line in ends] == ["1", "2", "3", "4"], "the numbers of the runs, at their ends"
+    assert all(line.startswith(f"{CALLERS[0].cuda_stream:#x}: memory 0 5 ") for line in ends)
     assert backend.issued == 2, "through torch: in the first run, and in the one that is recorded"
     text = plan.tapes.latest.text
     assert "by Python" not in text
@@ -708,7 +715,8 @@ def test_native_code_issues_collectives_of_nccl_for_any_addresses(
         ("communicator", "torch does not show NCCL's communicator"),
         ("library", "libtorch_cuda.so is not loaded"),
         ("memory", "a tensor is not in a buffer of the program"),
-        ("type", "NCCL adds up torch.bfloat16 in torch's way"),
+        ("type", "hostir does not know how NCCL adds up torch.bfloat16"),
+        ("handling", "torch may end the communicator (TORCH_NCCL_ASYNC_ERROR_HANDLING=2)"),
         ("off", ""),
     ],
 )
@@ -735,12 +743,29 @@ def test_torch_calls_nccl_if_the_collective_cannot_be_recorded(
         monkeypatch.setattr(taped.TapedRun, "memories", lambda self: [m for m in memories(self) if m.name != "%c"])
     elif spoiled == "type":
         monkeypatch.setattr(nccl, "SUMMED", {})
+    elif spoiled == "handling":
+        monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
     logs = [issued(plan, inputs_of(program, 0), driver) for _ in range(5)]
     assert all(relative(log) == relative(logs[0]) for log in logs)
     assert backend.issued == 5
     (line,) = [line for line in plan.tapes.latest.text.splitlines() if line.startswith("by Python: ")]
     assert "reduce_scatter" in line
     assert line.partition(", as ")[2] == reason
+
+
+def test_collectives_of_other_streams_or_in_another_order_of_ranks_stay_with_torch(
+    backend: Backend, gpu: Hopper, driver: FakeDriver, module: Any
+) -> None:
+    program = hi.lower(WHOLE["allgather"](), "sequential")
+    (op,) = [op for op in unroll(program, 0, {}).ops if isinstance(op, CollectiveOp)]
+    assert nccl.recordable(op, (0, 1))
+    assert not nccl.recordable(replace(op, team=(1, 0)), (0, 1)), "NCCL would put the blocks in its own order"
+    assert nccl.recordable(replace(op, team=(1, 0), communication="allreduce"), (0, 1))
+    assert not nccl.recordable(replace(op, communication="alltoall"), (0, 1))
+    assert not nccl.recordable(replace(op, by="one_shot"), (0, 1))
+    assert gpu.plan(program, 0, "triton", inputs_of(program, 0)).recordable
+    sliced = hi.lower(patterns.allgather_matmul(2, S=2, M=4096, K=8192, N=3584, dtype="bf16"), "pipeline")
+    assert not gpu.plan(sliced, 0, "triton", inputs_of(sliced, 0)).recordable, "they run beside matmuls"
 
 
 def test_an_error_of_nccl_names_its_statement(backend: Backend, gpu: Hopper, driver: FakeDriver, module: Any) -> None:
@@ -751,33 +776,87 @@ def test_an_error_of_nccl_names_its_statement(backend: Backend, gpu: Hopper, dri
     with pytest.raises(HostIRError, match=r"rank 0, '.*allgather .*remote process exited \(NCCL error 6\)"):
         plan.run(inputs_of(program, 0))
     assert plan.machine.groups.abandoned, "peers may wait for this rank"
+    counts = plan.machine.groups.native.memory
+    assert counts[0] == 1, "nobody waits for the end of the run that failed"
 
 
-def test_a_collective_of_native_code_that_does_not_end_is_overdue_at_the_timeout_of_its_group(
+class Time:
+    """A clock that tests set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(nccl.time, "monotonic", lambda: self.now)
+
+    def look(self, late: Callable[[], str], seconds: float) -> list[str]:
+        """Let a watchdog look twice a second; return what it sees."""
+        seen = []
+        for _ in range(int(2 * seconds)):
+            self.now += 0.5
+            seen.append(late())
+        return seen
+
+
+def test_a_collective_of_native_code_that_does_not_end_is_late_at_the_timeout_of_its_group(
     backend: Backend, gpu: Hopper, driver: FakeDriver, module: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program, plan = sequential("allgather", gpu, module, collectives=True)
-    modes, ended = list[int](), [False]
-    query = lambda event: (modes.append(driver.library.fake_mode()), ended[0])[1]  # noqa: E731
-    monkeypatch.setattr(Event, "query", query, raising=False)
-    monkeypatch.setattr(cuda_driver, "cuda_driver", lambda: driver.library)
+    groups, clock = plan.machine.groups, Time(monkeypatch)
+    groups.timeout = timedelta(seconds=60)
+    assert groups.late() == ""
     for _ in range(2):
         issued(plan, inputs_of(program, 0), driver)
-    now, late = time.monotonic(), plan.machine.groups.timeout.total_seconds() + 1
-    monkeypatch.setattr(taped.time, "monotonic", lambda: now + late)
-    assert plan.overdue() == "", "torch issued it, and watches it"
+    assert not any(clock.look(groups.late, 100)), "torch issued them, and watches them"
     issued(plan, inputs_of(program, 0), driver)
-    late_text = r"'.* = allgather %a_dense -> .*' has not ended for 1800 s, the timeout of its process group"
-    assert re.fullmatch(late_text, plan.overdue())
-    monkeypatch.setattr(taped.time, "monotonic", lambda: now + late / 2)
-    asked = len(modes)
-    assert plan.overdue() == ""
-    monkeypatch.setattr(taped.time, "monotonic", lambda: now + late)
-    ended[0] = True
-    assert plan.overdue() == plan.overdue() == ""
-    assert len(modes) == asked + 1, "it is asked only after the timeout, and not again once it has ended"
-    assert set(modes) == {2}, "in a mode that does not spoil captures of other threads"
-    assert driver.library.fake_mode() == 0
+    counts = groups.native.memory
+    for number in (2, 3, 4):
+        issued(plan, inputs_of(program, 0), driver)
+        assert counts[0] == number
+        assert not any(clock.look(groups.late, 40))
+        counts[1] = number - 1  # as the device does at the end of the run before
+    clock.now += 10_000  # the process was stopped
+    assert groups.late() == ""
+    text, _, rest = clock.look(groups.late, 60)[-1].partition(", or ")
+    assert re.fullmatch(r"'.* = allgather %a_dense -> .*'", text)
+    assert rest == "what follows it in its call, has not ended for 60 s, the group's timeout"
+    counts[1] = 4
+    assert not any(clock.look(groups.late, 100))
+
+
+def test_native_code_that_waits_on_the_host_is_late_too(
+    backend: Backend, gpu: Hopper, driver: FakeDriver, module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, plan = sequential("allgather", gpu, module, collectives=True)
+    for _ in range(3):
+        issued(plan, inputs_of(program, 0), driver)
+    groups, clock = plan.machine.groups, Time(monkeypatch)
+    groups.native.memory[1] = 1  # the run has ended
+    (segment,) = [step.func for step in plan.tapes.latest.steps if getattr(step, "func", len) is not len]
+    driver.library.fake_block(1)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(segment, [0x50000 + 0x1000 * n for n in range(len(plan.registers))])
+        while not driver.library.fake_waits() and not waiting.done():
+            time.sleep(0)
+        late = clock.look(groups.late, groups.native.seconds + 1)[-1]
+        driver.library.fake_block(0)
+    assert waiting.exception() is None
+    assert "allgather" in late
+
+
+def test_many_runs_may_be_under_way_and_the_oldest_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, native = Time(monkeypatch), nccl.NativeCollectives(10, torch.device("cpu"))
+    tags = [native.entry(text, 0, 0).fields[1] for text in ("first", "second", "first")]
+    assert tags == [0, 1, 0]
+    ring = nccl.COUNTS - 2
+    for begun, ended, named in (
+        (3, 0, "second"),
+        (ring, 0, "second"),
+        (ring + 5, 5, "first"),
+        (ring + 5, 4, "a collective"),
+    ):
+        native.memory[0], native.memory[1] = begun, ended
+        for number in range(1, begun + 1):
+            native.memory[2 + number % ring] = 1 if number == 1 else 0
+        assert clock.look(native.late, 12)[-1].startswith(f"{named}"), (begun, ended)
 
 
 def test_products_that_read_torchs_settings_remain_with_torch() -> None:
