@@ -249,7 +249,8 @@ NATIVE_COLLECTIVES: Knob[bool] = Knob(
     "1 or 0",
     _truth,
     "1: native code also issues all-gathers, reduce-scatters and all-reduces of NCCL that run on the caller's stream. "
-    "This is an experiment: it was only tested with a fake NCCL. 0: torch calls NCCL.",
+    "If one does not end, hostir ends the process at the timeout of the group, as torch does. This is an experiment: "
+    "it was only tested with a fake NCCL. 0: torch calls NCCL.",
 )
 
 NATIVE_PRODUCTS: Knob[bool] = Knob(

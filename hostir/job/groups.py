@@ -162,7 +162,7 @@ class Groups:
     def late(self) -> str:
         """Return which collectives of native code have not ended in time; empty if there are none.
 
-        This reads only memory, so any thread may call it at any time.
+        Only the watchdog's thread calls this. It reads only memory, and calls nothing of CUDA.
         """
         return self.native.late() if self.native is not None else ""
 

@@ -51,6 +51,13 @@ RENEWAL = "results of earlier calls that were not waited for may be lost; the ne
 ASKED = b"!"  # the byte that our SIGTERM handler writes to wake the thread; no signal has this number
 
 
+def say(diagnostic: Diagnostic) -> None:
+    """Print the last message of this process. A pipe may be closed that nobody reads any more."""
+    for each in (sys.stdout.flush, lambda: sys.stderr.write(f"{diagnostic}\n"), sys.stderr.flush):
+        with contextlib.suppress(OSError, ValueError):
+            each()
+
+
 class Watched(Protocol):
     """The methods of a plan that the watchdog uses."""
 
@@ -393,21 +400,22 @@ class Watchdog:
         This is done in the process of a guest, too, as torch's watchdog does it: a host that waits for the device would
         wait for ever.
         """
-        self.links.announce("failed", f"rank {self.rank}: {late}", self.renewals)
-        sys.stdout.flush()
-        sys.stderr.write(f"{Diagnostic(f'rank {self.rank} is ended: {late}')}\n")
-        sys.stderr.flush()
-        os._exit(1)
+        try:
+            self.links.announce("failed", f"rank {self.rank}: {late}", self.renewals)
+            hint = "another rank may have stopped or make other calls, a link may be broken, or the device has failed"
+            say(Diagnostic(f"rank {self.rank} is ended: {late}", hint=hint))
+        finally:
+            os._exit(1)
 
     def end(self, cause: str) -> None:
         """Print the diagnostic with this cause, and end the process."""
-        self.report(cause)
-        os._exit(1)
+        try:
+            self.report(cause)
+        finally:
+            os._exit(1)
 
     def report(self, cause: str) -> None:
-        sys.stdout.flush()
-        sys.stderr.write(f"{self.diagnostic(cause)}\n")
-        sys.stderr.flush()
+        say(self.diagnostic(cause))
 
     def diagnostic(self, cause: str) -> Diagnostic:
         """Return the diagnostic that names this rank, its current statement and the cause."""
@@ -465,10 +473,12 @@ class Watchdog:
         signal.set_wakeup_fd(self.before if now == self.signalled else now, warn_on_full_buffer=False)
 
     def terminated(self) -> NoReturn:
-        self.learn()
-        words = self.cause() or (self.first.words if self.first is not None else "")
-        self.report(words or "SIGTERM, which a launcher sends to all ranks when one of them has ended")
-        os._exit(128 + signal.SIGTERM)
+        try:
+            self.learn()
+            words = self.cause() or (self.first.words if self.first is not None else "")
+            self.report(words or "SIGTERM, which a launcher sends to all ranks when one of them has ended")
+        finally:
+            os._exit(128 + signal.SIGTERM)
 
     def forget(self) -> None:
         """Release the handlers, the pipe and the connections in a child process that was forked from the rank."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
 import weakref
@@ -203,11 +205,13 @@ def test_a_run_that_other_ranks_do_not_make_is_stopped_even_if_it_begins_after_t
     assert "rank 0 was at a barrier" in str(plan.raised)
 
 
+@pytest.mark.parametrize("closed", [False, True])
 @pytest.mark.parametrize("raised", [None, HostIRError(Diagnostic("%a has the wrong shape"))])
 @pytest.mark.parametrize("kind", [Watchdog, GuestWatchdog])
 def test_a_collective_that_does_not_end_ends_the_process_even_of_a_guest(
     kind: type[Watchdog],
     raised: HostIRError | None,
+    closed: bool,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -215,6 +219,9 @@ def test_a_collective_that_does_not_end_ends_the_process_even_of_a_guest(
     monkeypatch.setattr(watchdog, "PERIOD", 1e-4)
     monkeypatch.setattr(watchdog.os, "_exit", lambda code: (codes.append(code), dog.closing.set()))
     dog = kind(None, 0, 1, 60.0, 30.0)
+    if closed:  # nobody reads what the process prints
+        monkeypatch.setattr(sys, "stdout", closed_pipe := open(os.devnull, "w"))  # noqa: SIM115
+        closed_pipe.close()
     dog.raised = raised  # by an earlier call
     dog.observe(plan := Waiting([]))
     dog.late = lambda: late

@@ -22,15 +22,15 @@
 #define MAX_ATTRIBUTES 4
 #define STACK 65536 /* bytes that a call of cuBLAS may use */
 #define ALIGNMENT 64 /* of a CUtensorMap */
-#define RING 62
+#define RING 1022
 
 typedef enum { LAUNCH, MEMORY, COPY, ROWS, RECORD, WAIT, COLLECTIVE, COUNT, KINDS } Kind;
 
 /* What a collective does. */
 typedef enum { ALLGATHER, REDUCE_SCATTER, ALLREDUCE, COLLECTIVES } Collective;
 
-/* Numbers of runs with collectives, of all tapes of a session, in memory that a GPU can write to. `text` is a ring: it
- * holds what each of the latest runs does, as a number whose meaning only the reader knows. */
+/* Numbers of runs of tapes with collectives that a session issues to one stream, in memory that a GPU can write to.
+ * `text` is a ring: it holds what each of the latest runs does, as a number whose meaning only the reader knows. */
 typedef struct {
   volatile int64_t begun; /* by the host */
   volatile int64_t ended; /* by the device */
@@ -346,7 +346,7 @@ static int read_addresses(Tape *tape, PyObject *registers, CUresult *code) {
   return 0;
 }
 
-/* Number a run that begins now. The GIL is held, so no other run of the session gets the same number. */
+/* Number a run that begins now. The calls of a session take turns, so no other run gets the same number. */
 static void count_run(Entry *entry) {
   Counts *counts = entry->count.counts;
   int64_t number = counts->begun + 1;

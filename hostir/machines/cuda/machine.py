@@ -82,7 +82,7 @@ class CudaMachine:
 
     @property
     def native_collectives(self) -> NativeCollectives:
-        """The collectives that native code issues for the session."""
+        """The collectives that native code issues for the session. The first use allocates pinned memory."""
         if self.groups.native is None:
             self.groups.native = NativeCollectives(self.groups.timeout.total_seconds(), self.device)
         native: NativeCollectives = self.groups.native
@@ -166,7 +166,9 @@ class CudaPlan:
         self.cursor: Iterator[Step] = iter(self.steps)  # its position says how many steps the latest run has begun
         self.issuing = self.in_python = IssuedSteps.of(self.steps)  # what the latest run issues
         taped = machine.launcher is not None and timeline is None
-        self.tapes = Tapes(machine.launcher, machine.products, machine.collectives) if taped else None
+        by_native = taped and machine.collectives and binder.recordable
+        collectives = machine.native_collectives if by_native else None
+        self.tapes = Tapes(machine.launcher, machine.products, collectives) if taped else None
         self.in_captures = binder.in_captures  # by position: the steps that a capture issues instead
         self.recordable = binder.recordable  # by position: the NCCL backends of collectives that native code can issue
         self.ops = binder.ops  # the operation of each step

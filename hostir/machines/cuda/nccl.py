@@ -40,8 +40,9 @@ SUMMED = {
 }
 BYTES = (1, "bytes")
 LOOK = 1.0  # the most seconds between two looks of the watchdog, unless its process was stopped
-COUNTS = 64  # the size of the struct Counts in launcher.c, in elements of int64
-_memory_of_runs: list[torch.Tensor] = []  # one for each session; a GPU may write to it after the session has ended
+COUNTS = 1024  # the size of the struct Counts in launcher.c, in elements of int64
+STREAMS = 8  # of callers; an executor keeps as many tapes
+_memory_of_segments: list[torch.Tensor] = []  # one for each session; a GPU may write to it after the session has ended
 
 
 def collective(
@@ -110,62 +111,103 @@ def library_problem(module: Any, library: str = LIBRARY) -> str:
 class NativeCollectives:
     """The collectives that native code issues for a session. The watchdog's thread asks whether they end.
 
-    Native code numbers the runs of tapes with collectives. It writes the number of each run to pinned memory before it
-    issues the run, and a stream writes the number to the same memory at the end. So the watchdog only reads memory. A
-    call of CUDA could wait for a lock that a thread holds while it waits for the device, and it would be refused while
-    another thread captures.
+    Native code numbers the segments of tapes with collectives that it issues to a stream. It writes each number to
+    pinned memory before it issues the segment, and the stream writes it to the same memory at the end of the segment. A
+    stream runs segments in order, so its numbers only rise. The watchdog only reads memory. A call of CUDA could wait
+    for a lock that a thread holds while it waits for the device, and it would be refused while another thread captures.
 
     Args:
         seconds: the timeout of the process groups.
         device: the device.
 
     Fields:
-        texts: what the collectives of each tape are, as text.
-        ended: the number of runs that had ended when the watchdog asked last.
-        asked: the time when it asked last.
-        waited: the seconds in which no run has ended, and one was under way. Time in which the process was stopped does
-            not count.
+        streams: the numbers of each stream's segments, by the handle of the stream.
+        texts: what the collectives of each segment are, as text.
+        asked: the time when the watchdog asked last.
     """
 
     def __init__(self, seconds: float, device: torch.device) -> None:
         self.seconds = seconds
-        self.memory = torch.zeros(COUNTS, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
-        _memory_of_runs.append(self.memory)
-        self.counts = self.memory.numpy().data
+        memory = torch.zeros(STREAMS, COUNTS, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+        _memory_of_segments.append(memory)
+        self.free = [*memory.unbind()]
+        self.streams: dict[int, SegmentsOfStream] = {}
         self.texts: list[str] = []
-        self.ended, self.asked, self.waited = 0, time.monotonic(), 0.0
+        self.asked = time.monotonic()
 
-    def entry(self, text: str, place: int, stream: int) -> TapeEntry:
-        """Return a tape entry that marks the end of collectives.
+    def watches(self, stream: int) -> bool:
+        """Return True if collectives on a stream can be watched. Only STREAMS streams of a session can."""
+        if stream not in self.streams and self.free:
+            self.streams[stream] = SegmentsOfStream(self.free.pop())
+        return stream in self.streams
+
+    def entry(self, text: str, place: int, number: int, stream: int) -> TapeEntry:
+        """Return a tape entry that marks the end of a segment.
 
         Args:
             text: what the collectives are.
-            place, stream: as for the entry.
+            place: as for the entry.
+            number, stream: the number and the handle of the stream.
         """
         if text not in self.texts:
             self.texts.append(text)
-        fields = (self.memory.data_ptr(), self.texts.index(text))
-        return TapeEntry(COUNT, place, stream, fields, (), "count the runs that have ended")
+        fields = (self.streams[stream].memory.data_ptr(), self.texts.index(text))
+        return TapeEntry(COUNT, place, number, fields, (), "count the segments that have ended")
 
     def late(self) -> str:
-        """Return which collectives have not ended for the timeout; empty if there are none."""
-        begun, ended, *texts = self.counts.tolist()
+        """Return which collectives have not ended for the timeout; empty if there are none.
+
+        Only the thread of the watchdog calls this.
+        """
         last, self.asked = self.asked, time.monotonic()
-        stands = begun != ended == self.ended
-        self.ended, self.waited = ended, self.waited + min(self.asked - last, LOOK) if stands else 0.0
-        if self.waited < self.seconds:
+        since = min(self.asked - last, LOOK)
+        texts = [each.late(since, self.seconds) for each in list(self.streams.values())]
+        text = next((text for text in texts if text is not None), None)
+        if text is None:
             return ""
-        oldest = ended + 1
-        which = self.texts[texts[oldest % len(texts)]] if begun - ended <= len(texts) else "a collective by NCCL"
+        which = self.texts[text] if text >= 0 else "a collective by NCCL"
         return f"{which}, or what follows it in its call, has not ended for {self.seconds:.0f} s, the group's timeout"
 
 
-def record_collective(plan: CudaPlan, number: int, backend: Any, module: Any, writer: TapeWriter) -> str:
+class SegmentsOfStream:
+    """The numbers of segments that native code has issued to one stream.
+
+    Fields:
+        memory: the struct Counts of launcher.c.
+        ended: the number of segments that had ended when the watchdog asked last.
+        waited: the seconds in which no segment has ended, and one was under way. Time in which the process was stopped
+            does not count.
+    """
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self.counts = memory.numpy().data
+        self.ended, self.waited = 0, 0.0
+
+    def late(self, since: float, most: float) -> int | None:
+        """Return the text of the oldest segment under way, as a number, if none has ended for `most` seconds.
+
+        `since` are the seconds since the last call. Returns None if segments end, and -1 if the text is not known.
+        """
+        begun, ended = self.counts[0], self.counts[1]
+        stands = begun != ended == self.ended
+        self.ended, self.waited = ended, self.waited + since if stands else 0.0
+        if self.waited < most:
+            return None
+        ring = COUNTS - 2
+        text: int = self.counts[2 + (ended + 1) % ring]
+        return text if begun - ended <= ring else -1
+
+
+def record_collective(
+    plan: CudaPlan, number: int, native: NativeCollectives, backend: Any, module: Any, writer: TapeWriter
+) -> str:
     """Add a collective to a tape. Return the reason if this is not possible, and else an empty text.
 
     Args:
         plan: the plan, with the tensors of a run in its registers.
         number: the index of the collective's step, which has just run.
+        native: the collectives that native code issues for the session.
         backend: the NCCL backend of its process group.
         module: the native launcher.
         writer: the tape.
@@ -177,8 +219,9 @@ def record_collective(plan: CudaPlan, number: int, backend: Any, module: Any, wr
     datatype = BYTES if op.communication == "allgather" else SUMMED.get(x.dtype)
     if datatype is None:
         return f"hostir does not know how NCCL adds up {x.dtype}"
-    if os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "2":
-        return "torch may end the communicator (TORCH_NCCL_ASYNC_ERROR_HANDLING=2)"
+    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"):  # torch reads both
+        if os.environ.get(name, "").strip() == "2":
+            return f"torch may end the communicator ({name}=2)"
     if reason := library_problem(module):
         return reason
     try:
@@ -190,6 +233,8 @@ def record_collective(plan: CudaPlan, number: int, backend: Any, module: Any, wr
         return "torch does not show NCCL's communicator"
     count = smaller.numel() * (smaller.element_size() if datatype is BYTES else 1)
     stream = plan.streams[op.stream].cuda_stream
+    if not native.watches(stream):
+        return f"native code issues collectives to {STREAMS} other streams"
     writer.collective(op.communication, out.data_ptr(), x.data_ptr(), (count, *datatype), communicator, stream)
     if any(address.memory is None for entry in writer.entries for address in entry.addresses):
         return "a tensor is not in a buffer of the program"

@@ -125,45 +125,49 @@ def launch_for_any(
         struct.pack_into("<Q", other, at, moved[register].data_ptr() + offset)
     patched = {at for at, _, _ in found}
     others = [at for at in range(0, len(image) - 7, 8) if at not in patched and is_on_gpu(image, at)]
-    mine, stream = bytearray(image), plan.streams[plan.ops[number].stream].cuda_stream
-    for at, address in in_workspace(name, (image, expected[4]), others, plan.machine.device, stream):
+    size, offsets_in_workspace = in_workspace(name, (image, expected[4]), others, plan.machine.device)
+    for at in others:
         other[at : at + 8] = expected[4][at : at + 8]
-        struct.pack_into("<Q", mine, at, address)
     if different := [at for at, (one, two) in enumerate(zip(other, expected[4], strict=True)) if one != two]:
         raise ValueError(f"{name} depends on more than addresses (parameter bytes {different[0]} to {different[-1]})")
     if missing := {*operands} - {register for _, register, _ in found}:
         raise ValueError(f"{name} does not contain the addresses of {len(missing)} operands")
+    mine = bytearray(image)
+    if others:
+        memory = workspace(plan.machine.device, plan.streams[plan.ops[number].stream].cuda_stream, size)
+        for at, offset in zip(others, offsets_in_workspace, strict=True):
+            struct.pack_into("<Q", mine, at, memory.data_ptr() + offset)
     return name, (*launch, bytes(mine), offsets), found
 
 
 def in_workspace(
-    name: str, images: tuple[bytes, bytes], places: Sequence[int], device: torch.device, stream: int
-) -> Iterator[tuple[int, int]]:
-    """Yield each place in a launch's parameters that has an address in torch's workspace, and the address to put there.
+    name: str, images: tuple[bytes, bytes], places: Sequence[int], device: torch.device
+) -> tuple[int, list[int]]:
+    """Return the size of torch's workspace, and where in it the addresses at some places of a launch's parameters are.
 
-    The new address is in hostir's workspace for the stream on which the product runs. Raises ValueError for an address
-    elsewhere: an address must be at the same place in two blocks of torch's memory of the same size, which belong to
-    the streams of the captures. All addresses must be in the same block.
+    Raises ValueError for an address elsewhere: an address must be at the same place in two blocks of torch's memory of
+    the same size, which belong to the streams of the captures. All addresses must be in the same block.
 
     Args:
         name: the name of the kernel.
         images: the parameters in the two captures. In each of them, torch has another workspace.
         places: the offsets of the addresses in the parameters.
-        device, stream: the device, and the handle of the stream.
+        device: the device.
     """
     if not places:
-        return
-    segments, known = torch.cuda.memory_snapshot(), None
+        return 0, []
+    segments, known, found = torch.cuda.memory_snapshot(), list[range](), list[int]()
     captures = streams_of_captures(device)
     for at in places:
         addresses = [struct.unpack_from("<Q", image, at)[0] for image in images]
         blocks = [block_of(x, segments, on.cuda_stream) for x, on in zip(addresses, captures, strict=True)]
         offset, other = (x - block.start for x, block in zip(addresses, blocks, strict=True))
         sizes = {len(block) for block in blocks}
-        if 0 in sizes or len(sizes) > 1 or offset != other or known not in (None, blocks):
+        if 0 in sizes or len(sizes) > 1 or offset != other or known not in ([], blocks):
             raise ValueError(f"{name} uses other memory (parameter bytes {at} to {at + 7})")
         known = blocks
-        yield at, workspace(device, stream, len(blocks[0])).data_ptr() + offset
+        found.append(offset)
+    return len(known[0]), found
 
 
 def block_of(address: int, segments: Sequence[dict[str, Any]], stream: int) -> range:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hostir.ir.source import logger
 from hostir.machines.binding import Step
 from hostir.machines.cuda.native import native
-from hostir.machines.cuda.nccl import record_collective
+from hostir.machines.cuda.nccl import NativeCollectives, record_collective
 from hostir.machines.cuda.products import UNIT, record_product
 from hostir.machines.cuda.tape import COLLECTIVE, Memory, Segment, TapeEntry, TapeWriter
 from hostir.plan.operations import CALLER, AllocateOp, CollectiveOp, ComputeOp, ViewOp
@@ -74,10 +74,10 @@ class Tapes:
     Args:
         module: the native launcher.
         products: True to record products by cuBLAS.
-        collectives: True to record collectives by NCCL.
+        collectives: the collectives that native code issues for the session; None to leave all collectives to torch.
     """
 
-    def __init__(self, module: Any, products: bool = False, collectives: bool = False) -> None:
+    def __init__(self, module: Any, products: bool = False, collectives: NativeCollectives | None = None) -> None:
         self.module, self.products, self.collectives = module, products, collectives
         self.unit = ALIGNMENT  # of the keys, in bytes
         self.registers: tuple[int, ...] | None = None  # of the caller's tensors; None before the first run
@@ -158,10 +158,12 @@ class TapedRun:
         module: the native launcher.
         caller: the handle of the caller's stream.
         products: True to record products by cuBLAS.
-        collectives: True to record collectives by NCCL.
+        collectives: as for `Tapes`.
     """
 
-    def __init__(self, plan: CudaPlan, module: Any, caller: int, products: bool, collectives: bool = False) -> None:
+    def __init__(
+        self, plan: CudaPlan, module: Any, caller: int, products: bool, collectives: NativeCollectives | None
+    ) -> None:
         self.plan, self.module, self.products, self.collectives = plan, module, products, collectives
         self.reasons: dict[int, str] = {}  # by step: why native code cannot issue a product or a collective
         self.streams = (*(stream.cuda_stream for stream in plan.machine.streams), caller)
@@ -208,8 +210,8 @@ class TapedRun:
         plan = self.plan
         if self.products and number in plan.in_captures:
             return partial(record_product, plan, number)
-        if self.collectives and number in plan.recordable:
-            return partial(record_collective, plan, number, plan.recordable[number])
+        if self.collectives is not None and number in plan.recordable:
+            return partial(record_collective, plan, number, self.collectives, plan.recordable[number])
         return None
 
     def make_steps(self, entries: Sequence[Sequence[TapeEntry]]) -> None:
@@ -264,10 +266,10 @@ class TapedRun:
         """
         if not self.pending:
             return
-        if (first := next((entry for entry in self.pending if entry.kind == COLLECTIVE), None)) is not None:
-            plan, last = self.plan, self.pending[-1].place
-            text = plan.describe(plan.ops[first.place])
-            self.pending.append(plan.machine.native_collectives.entry(text, last, len(self.streams) - 1))
+        first = next((entry for entry in self.pending if entry.kind == COLLECTIVE), None)
+        if first is not None and self.collectives is not None:
+            text, number, last = self.plan.describe(self.plan.ops[first.place]), first.stream, self.pending[-1].place
+            self.pending.append(self.collectives.entry(text, last, number, self.streams[number]))
         segment = Segment.of(self.pending)
         self.add(partial(native(self.module, segment, self.streams), self.plan.registers), end)
         self.lines.append(str(segment))

@@ -25,6 +25,7 @@ from hostir.kernels import parameters
 from hostir.kernels.parameters import KernelLaunch, packed, parameter_types
 from hostir.machines.cuda.driver import Memcpy2D, wait_at_least, write
 from hostir.machines.cuda.native import SOURCE, DriverError, build, native
+from hostir.machines.cuda.nccl import COUNTS
 from hostir.machines.cuda.tape import (
     CLUSTER,
     CLUSTER_SCHEDULING,
@@ -283,7 +284,7 @@ def test_nccl_is_taken_only_from_a_library_that_is_loaded_and_has_it(module: Any
 def test_runs_with_collectives_are_numbered_by_the_host_and_at_their_end_by_the_stream(
     module: Any, driver: FakeDriver
 ) -> None:
-    counts = (ctypes.c_int64 * 64)()
+    counts = (ctypes.c_int64 * COUNTS)()
     at, runs = ctypes.addressof(counts), []
     for text in (7, 9):
         count = TapeEntry(COUNT, 3, 1, (at, text), (), "")
@@ -299,7 +300,7 @@ def test_runs_with_collectives_are_numbered_by_the_host_and_at_their_end_by_the_
     assert failed.value.place == 3
     assert counts[0] == 4, "the run that failed does not count"
     driver.fail(-1)
-    counts[0] = 61
+    counts[0] = COUNTS - 3
     runs[1]([])
     assert counts[2] == 9, "the texts are a ring"
 

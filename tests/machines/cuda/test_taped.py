@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -682,11 +681,11 @@ WHOLE = {  # each with one collective of rows that are next to each other
 }
 
 
-def sequential(kind: str, gpu: Hopper, module: Any, **options: bool) -> tuple[hi.Program, Any]:
+def sequential(kind: str, gpu: Hopper, module: Any, *, collectives: bool) -> tuple[hi.Program, Any]:
     """A program whose matmul is followed or preceded by a collective of this kind, and its plan with new tapes."""
     program = hi.lower(WHOLE[kind](), "sequential")
     plan = gpu.plan(program, 0, "triton", inputs_of(program, 0))
-    plan.tapes = Tapes(module, **options)
+    plan.tapes = Tapes(module, collectives=plan.machine.native_collectives if collectives else None)
     return program, plan
 
 
@@ -716,7 +715,8 @@ def test_native_code_issues_collectives_of_nccl_for_any_addresses(
         ("library", "libtorch_cuda.so is not loaded"),
         ("memory", "a tensor is not in a buffer of the program"),
         ("type", "hostir does not know how NCCL adds up torch.bfloat16"),
-        ("handling", "torch may end the communicator (TORCH_NCCL_ASYNC_ERROR_HANDLING=2)"),
+        ("handling", "torch may end the communicator (NCCL_ASYNC_ERROR_HANDLING=2)"),
+        ("streams", "native code issues collectives to 8 other streams"),
         ("off", ""),
     ],
 )
@@ -744,7 +744,10 @@ def test_torch_calls_nccl_if_the_collective_cannot_be_recorded(
     elif spoiled == "type":
         monkeypatch.setattr(nccl, "SUMMED", {})
     elif spoiled == "handling":
-        monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
+        monkeypatch.setenv("NCCL_ASYNC_ERROR_HANDLING", " 2")
+    elif spoiled == "streams":
+        for handle in range(nccl.STREAMS):
+            assert plan.machine.native_collectives.watches(handle)
     logs = [issued(plan, inputs_of(program, 0), driver) for _ in range(5)]
     assert all(relative(log) == relative(logs[0]) for log in logs)
     assert backend.issued == 5
@@ -776,15 +779,20 @@ def test_an_error_of_nccl_names_its_statement(backend: Backend, gpu: Hopper, dri
     with pytest.raises(HostIRError, match=r"rank 0, '.*allgather .*remote process exited \(NCCL error 6\)"):
         plan.run(inputs_of(program, 0))
     assert plan.machine.groups.abandoned, "peers may wait for this rank"
-    counts = plan.machine.groups.native.memory
-    assert counts[0] == 1, "nobody waits for the end of the run that failed"
+    assert counts_of(plan)[0] == 1, "nobody waits for the end of the run that failed"
+
+
+def counts_of(plan: Any, stream: Stream = STREAMS[0]) -> torch.Tensor:
+    """The numbers of the segments that native code has issued to a stream."""
+    counts: torch.Tensor = plan.machine.native_collectives.streams[stream.cuda_stream].memory
+    return counts
 
 
 class Time:
     """A clock that tests set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 100.0
+        self.now = time.monotonic()
         monkeypatch.setattr(nccl.time, "monotonic", lambda: self.now)
 
     def look(self, late: Callable[[], str], seconds: float) -> list[str]:
@@ -801,13 +809,13 @@ def test_a_collective_of_native_code_that_does_not_end_is_late_at_the_timeout_of
 ) -> None:
     program, plan = sequential("allgather", gpu, module, collectives=True)
     groups, clock = plan.machine.groups, Time(monkeypatch)
-    groups.timeout = timedelta(seconds=60)
+    groups.native.seconds, groups.native.asked = 60, clock.now
     assert groups.late() == ""
     for _ in range(2):
         issued(plan, inputs_of(program, 0), driver)
     assert not any(clock.look(groups.late, 100)), "torch issued them, and watches them"
     issued(plan, inputs_of(program, 0), driver)
-    counts = groups.native.memory
+    counts = counts_of(plan)
     for number in (2, 3, 4):
         issued(plan, inputs_of(program, 0), driver)
         assert counts[0] == number
@@ -829,7 +837,7 @@ def test_native_code_that_waits_on_the_host_is_late_too(
     for _ in range(3):
         issued(plan, inputs_of(program, 0), driver)
     groups, clock = plan.machine.groups, Time(monkeypatch)
-    groups.native.memory[1] = 1  # the run has ended
+    counts_of(plan)[1] = 1  # the run has ended
     (segment,) = [step.func for step in plan.tapes.latest.steps if getattr(step, "func", len) is not len]
     driver.library.fake_block(1)
     with ThreadPoolExecutor(1) as pool:
@@ -844,19 +852,34 @@ def test_native_code_that_waits_on_the_host_is_late_too(
 
 def test_many_runs_may_be_under_way_and_the_oldest_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, native = Time(monkeypatch), nccl.NativeCollectives(10, torch.device("cpu"))
-    tags = [native.entry(text, 0, 0).fields[1] for text in ("first", "second", "first")]
+    assert native.watches(0)
+    tags = [native.entry(text, 0, 0, 0).fields[1] for text in ("first", "second", "first")]
     assert tags == [0, 1, 0]
-    ring = nccl.COUNTS - 2
-    for begun, ended, named in (
-        (3, 0, "second"),
-        (ring, 0, "second"),
-        (ring + 5, 5, "first"),
-        (ring + 5, 4, "a collective"),
-    ):
-        native.memory[0], native.memory[1] = begun, ended
+    counts, ring = native.streams[0].memory, nccl.COUNTS - 2
+    for begun, ended, named in ((3, 0, "second"), (ring, 0, "second"), (ring + 5, 5, "first"), (ring + 5, 4, "a coll")):
+        counts[0], counts[1] = begun, ended
         for number in range(1, begun + 1):
-            native.memory[2 + number % ring] = 1 if number == 1 else 0
-        assert clock.look(native.late, 12)[-1].startswith(f"{named}"), (begun, ended)
+            counts[2 + number % ring] = 1 if number == 1 else 0
+        assert clock.look(native.late, 12)[-1].startswith(named), (begun, ended)
+
+
+def test_each_stream_has_its_own_numbers(
+    backend: Backend, gpu: Hopper, driver: FakeDriver, module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls on two streams may end in any order."""
+    program, plan = sequential("allgather", gpu, module, collectives=True)
+    for _ in range(4):
+        for stream in STREAMS[:2]:
+            Current.stream = CALLERS[0] = stream
+            plan.run(inputs_of(program, 0))
+    one, two = (counts_of(plan, stream) for stream in STREAMS[:2])
+    assert [one[0], two[0]] == [2, 2]
+    clock = Time(monkeypatch)
+    for ended in ((2, 0), (2, 1)):
+        one[1], two[1] = ended
+        assert "allgather" in clock.look(plan.machine.groups.late, plan.machine.native_collectives.seconds + 2)[-1]
+    two[1] = 2
+    assert not any(clock.look(plan.machine.groups.late, 10))
 
 
 def test_products_that_read_torchs_settings_remain_with_torch() -> None:
