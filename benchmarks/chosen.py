@@ -79,13 +79,22 @@ def figures(row: Mapping[str, Any]) -> Values:
     return {name: value for name, value in (regrets(times) | ratios).items() if value is not None}
 
 
+def results_in(file: Path) -> Iterable[Any]:
+    """Return the rows of a file of results. End with a message if the file is not JSON, as after an interrupted run."""
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as problem:
+        sys.exit(f"error: {file} is not JSON: {problem}\n  hint: remove it, or repeat the run")
+    return data.get("rows", ()) if isinstance(data, dict) else ()
+
+
 def rows_of(folders: Iterable[Path]) -> list[ChosenRow]:
     """Return all rows in which `hi.compile` ran. Each folder is one run."""
     rows: dict[str, ChosenRow] = {}
     for folder in folders:
         for file in sorted(folder.glob("*.json")):
-            for row in json.loads(file.read_text()).get("rows", ()):
-                if "compiled" in row and COMPILED in row["times"]:
+            for row in results_in(file):
+                if isinstance(row, dict) and "compiled" in row and COMPILED in row["times"]:
                     name = f"{file.stem}: {row['model']} M={row['M']}"
                     found = rows.setdefault(name, ChosenRow(name))
                     found.runs.append(figures(row))

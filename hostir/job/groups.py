@@ -107,7 +107,8 @@ class Groups:
         streams: the worker streams of each program with symmetric memory, by the digest of the program. Executors that
             share memory share the streams.
         timeouts: for each program with symmetric memory, by its digest, the timeouts that its kernels report.
-        native: the collectives that native code issues; None if there are none. Its method `late` is for the watchdog.
+        native: the collectives that native code issues; None if native code issues no collectives. The watchdog calls
+            its method `late`.
         broken: the reason why this rank runs no more calls; empty if it may run calls. Either this rank could not
             connect to another rank, or a call was interrupted on this rank with gloo. In the second case, data that
             peers still send for this call would be received in the next call.
@@ -160,7 +161,7 @@ class Groups:
             return self._messages
 
     def late(self) -> str:
-        """Return which collectives of native code have not ended in time; empty if there are none.
+        """Return a text about collectives of native code that have not ended in time; empty if all end in time.
 
         Only the watchdog's thread calls this. It reads only memory, and calls nothing of CUDA.
         """

@@ -218,9 +218,10 @@ class Links:
             return self.linked and (self.rank > 0 or sum(link.rank >= 0 for link in self.links) >= self.size - 1)
 
     def await_link(self) -> None:
-        """Wait until this rank is connected to rank 0, which has joined the job: else nobody notices if this rank dies.
+        """Wait until this rank is connected to rank 0. Without the connection, nobody notices if this rank dies.
 
-        Give up after PATIENCE seconds, or if an attempt to connect has failed. Then later calls do not wait.
+        Rank 0 must have joined the job. Give up after PATIENCE seconds, or if an attempt to connect has failed. Then
+        later calls do not wait.
         """
         deadline = time.monotonic() + (PATIENCE if self.patient else 0.0)
         while not self.linked and not self.vain and time.monotonic() < deadline:

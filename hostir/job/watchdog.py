@@ -52,7 +52,7 @@ ASKED = b"!"  # the byte that our SIGTERM handler writes to wake the thread; no 
 
 
 def say(diagnostic: Diagnostic) -> None:
-    """Print the last message of this process. A pipe may be closed that nobody reads any more."""
+    """Print the last message of this process. If a pipe is closed because nobody reads it, print nothing there."""
     for each in (sys.stdout.flush, lambda: sys.stderr.write(f"{diagnostic}\n"), sys.stderr.flush):
         with contextlib.suppress(OSError, ValueError):
             each()
@@ -119,7 +119,8 @@ class Watchdog:
         wake, signalled: the ends of a pipe that wakes the thread.
         closing: set when the thread has to end.
         before: the file descriptor to which the user wants signals to be written; -1 without one.
-        late: returns which collectives on the device have not ended in time; an empty text if there are none.
+        late: returns a text about collectives on the device that have not ended in time. The text is empty if all end
+            in time.
     """
 
     limit = "HOSTIR_TIMEOUT"  # the name of the setting of the timeout, for messages
@@ -395,10 +396,10 @@ class Watchdog:
         return problem
 
     def end_late(self, late: str) -> None:
-        """End the process because of collectives on the device that do not end. `late` says which.
+        """Print which collectives on the device do not end (`late`), and end the process.
 
-        This is done in the process of a guest, too, as torch's watchdog does it: a host that waits for the device would
-        wait for ever.
+        A host that waits for the device would wait for ever. So the process of a guest ends, too. torch's watchdog does
+        the same.
         """
         try:
             self.links.announce("failed", f"rank {self.rank}: {late}", self.renewals)

@@ -78,6 +78,15 @@ def test_the_table_has_the_medians_of_all_runs(tmp_path: Path, capsys: pytest.Ca
     assert json.loads((tmp_path / "chosen.json").read_text())["rows"]["mlp_2: 70B M=64"]["runs"][0]["regret"] == 1.02
 
 
+def test_a_file_that_is_not_json_is_an_error_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / "other.json").write_text(json.dumps({"rows": {"a row of hi.compile, compiled": 1.0}}))
+    (tmp_path / "list.json").write_text("[1]")
+    assert rows_of([tmp_path]) == []
+    (tmp_path / "mlp_2.json").write_text('{"rows": [')
+    with pytest.raises(SystemExit, match=r"error: .*mlp_2\.json is not JSON: Expecting value"):
+        main([str(tmp_path)])
+
+
 def test_folders_without_results_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"no row with a choice of hi\.compile in "):
         main([str(tmp_path)])

@@ -120,7 +120,7 @@ class CudaBinder:
 
     Fields:
         memory, one_sided: the symmetric memory and its operations; None if the program has no symmetric memory.
-        implementations: makes the steps of collectives that NCCL does not run; None if there are none.
+        implementations: makes the steps of collectives that NCCL does not run; None if NCCL runs all collectives.
         steps, ops: the steps in issue order, and the operation of each step.
         in_captures: steps that replace elements of `steps` during a capture, by the positions of these elements.
         launches: the steps that only launch Triton kernels, with their operations.

@@ -30,7 +30,7 @@ typedef enum { LAUNCH, MEMORY, COPY, ROWS, RECORD, WAIT, COLLECTIVE, COUNT, KIND
 typedef enum { ALLGATHER, REDUCE_SCATTER, ALLREDUCE, COLLECTIVES } Collective;
 
 /* Numbers of runs of tapes with collectives that a session issues to one stream, in memory that a GPU can write to.
- * `text` is a ring: it holds what each of the latest runs does, as a number whose meaning only the reader knows. */
+ * `text` is a ring. It holds a number for each of the latest runs, by which the reader finds a text about the run. */
 typedef struct {
   volatile int64_t begun; /* by the host */
   volatile int64_t ended; /* by the device */

@@ -147,7 +147,8 @@ class NativeCollectives:
         Args:
             text: what the collectives are.
             place: as for the entry.
-            number, stream: the number and the handle of the stream.
+            number: the number of the stream on the tape.
+        stream: the handle of the stream.
         """
         if text not in self.texts:
             self.texts.append(text)
@@ -155,7 +156,7 @@ class NativeCollectives:
         return TapeEntry(COUNT, place, number, fields, (), "count the segments that have ended")
 
     def late(self) -> str:
-        """Return which collectives have not ended for the timeout; empty if there are none.
+        """Return a text about collectives that have not ended within the timeout; empty if all end in time.
 
         Only the thread of the watchdog calls this.
         """

@@ -6,9 +6,10 @@ is an address in an operand is taken for such an address. To make sure, the prod
 operands elsewhere in memory. If these addresses are put into the parameters of the first capture, the two launches must
 be equal to the last bit.
 
-One more address may differ: that of the workspace, which torch has for the stream of each capture. Work on other
-streams must not use it. So a launch gets hostir's workspace for the stream on which it runs (see `workspace`), which
-may contain anything, as torch's may. Nothing else in the parameters may be an address in the memory of a GPU.
+One more address may differ, because torch has a separate workspace for the stream of each capture. Work on other
+streams must not use this workspace. So a launch gets hostir's workspace for the stream on which it runs (see
+`workspace`). A workspace may contain anything, in hostir and in torch. The parameters must not contain any other
+address in the memory of a GPU.
 
 Otherwise torch calls cuBLAS in every run. It does so, too, if a product takes several kernels.
 """
@@ -143,7 +144,7 @@ def launch_for_any(
 def in_workspace(
     name: str, images: tuple[bytes, bytes], places: Sequence[int], device: torch.device
 ) -> tuple[int, list[int]]:
-    """Return the size of torch's workspace, and where in it the addresses at some places of a launch's parameters are.
+    """Return the size of torch's workspace, and the offsets in it of the addresses at some places of the parameters.
 
     Raises ValueError for an address elsewhere: an address must be at the same place in two blocks of torch's memory of
     the same size, which belong to the streams of the captures. All addresses must be in the same block.
@@ -171,7 +172,7 @@ def in_workspace(
 
 
 def block_of(address: int, segments: Sequence[dict[str, Any]], stream: int) -> range:
-    """Return the addresses of the block of torch's memory that contains an address; an empty range if there is none.
+    """Return the addresses of the block of torch's memory that contains an address; an empty range if no block does.
 
     Args:
         address: the address.
@@ -191,8 +192,9 @@ def block_of(address: int, segments: Sequence[dict[str, Any]], stream: int) -> r
 def workspace(device: torch.device, stream: int, size: int) -> torch.Tensor:
     """Return memory of at least `size` bytes for the products that native code launches on a stream of a device.
 
-    They run one after another, so all of them share it. It is kept, as torch keeps a workspace for each stream. A tape
-    that is being recorded keeps it, too, since a later product may need a larger one. `stream` is a handle.
+    These products run one after another, so they share the memory. The memory is never freed. torch keeps its workspace
+    of each stream in the same way. A later product may need more memory, so a tape keeps the memory that its launches
+    use. `stream` is a handle.
     """
     held = _workspaces.get((device, stream))
     if held is None or len(held) < size:

@@ -203,7 +203,7 @@ class TapedRun:
         return IssuedSteps(self.steps, self.ends, "\n".join(self.lines), self.issued)
 
     def recording_of(self, number: int) -> Callable[[Any, TapeWriter], str] | None:
-        """Return a function that records a step of a library, or None if there is none for this step.
+        """Return a function that records a step of a library, or None if only torch can issue this step.
 
         The function returns the reason why it cannot record the step, or an empty text.
         """

@@ -229,7 +229,7 @@ def collectives() -> Segment:
 
 
 def by_nccl(a: int, b: int) -> list[str]:
-    """What `collectives` issues for two tensors with these addresses."""
+    """Return the lines that `collectives` issues for two tensors with these addresses."""
     return [
         f"0x100: allgather {a + 16:x} -> {b:x} 64 of 1 by 0xc0",
         f"0x200: reduce_scatter 0 {b:x} -> {a:x} 32 of 9 by 0xc0",
