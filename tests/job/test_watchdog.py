@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import io
 import sys
 import threading
 import time
@@ -220,8 +220,8 @@ def test_a_collective_that_does_not_end_ends_the_process_even_of_a_guest(
     monkeypatch.setattr(watchdog.os, "_exit", lambda code: (codes.append(code), dog.closing.set()))
     dog = kind(None, 0, 1, 60.0, 30.0)
     if closed:  # nobody reads what the process prints
-        monkeypatch.setattr(sys, "stdout", closed_pipe := open(os.devnull, "w"))  # noqa: SIM115
-        closed_pipe.close()
+        monkeypatch.setattr(sys, "stdout", io.StringIO())
+        sys.stdout.close()
     dog.raised = raised  # by an earlier call
     dog.observe(plan := Waiting([]))
     dog.late = lambda: late

@@ -148,7 +148,7 @@ class NativeCollectives:
             text: what the collectives are.
             place: as for the entry.
             number: the number of the stream on the tape.
-        stream: the handle of the stream.
+            stream: the handle of the stream.
         """
         if text not in self.texts:
             self.texts.append(text)
