@@ -19,6 +19,9 @@ tokens. It is timed in turn with the way. `exposed` is the time of the way minus
 does not hide. Host time is the time in which the host issues a step while the device is idle. Memory is the peak memory
 of a step, without the parameters. The error of gradients is relative to DTensor in f32, and is printed as a multiple of
 the error of DTensor in bf16. A way whose error is too large fails. Errors in fp8 are about ten times as large.
+
+The speed of a host changes within seconds. So if the host bounds the steps, only times in turn can be compared. With
+`--in-turn` all ways are kept, and at the end the steps that Python issues are timed once more, in turn.
 """
 
 from __future__ import annotations
@@ -410,6 +413,7 @@ class Bench:
             row["failed"]["the case"] = str(failed)
             return self.save()
         row["error_of_bf16"] = base
+        kept: dict[str, Step] = {}
         for name in self.options.ways:
             way = WAYS[name]
             try:
@@ -417,12 +421,26 @@ class Bench:
                     self.attempt("configuration", partial(configuration.enter_context, way.configuration(case)))
                     step = self.attempt("first steps", partial(warmed, case, way))
                     row["ways"][name] = self.figures(case, way, step, true, base)
+                    kept |= {name: step} if self.options.in_turn else {}
             except FailedError as failed:
                 row["failed"][name] = str(failed)
             step = None
-            forget()
+            if not self.options.in_turn:
+                forget()
             self.save()
-        return None
+        try:
+            row["in_turn"] = self.attempt("in turn", partial(self.in_turn, kept)) if kept else {}
+        except FailedError as failed:
+            row["failed"]["in turn"] = str(failed)
+        return self.save()
+
+    def in_turn(self, steps: dict[str, Step]) -> dict[str, float]:
+        """Return the times of steps that Python issues in turn, in microseconds. Raises if a step is not of its way."""
+        with torch.compiler.set_stance("fail_on_recompile"):
+            times = self.clock.race(steps)
+            for name, step in steps.items():
+                WAYS[name].check(operators_of(step, self.joined.device), blocks=1)
+        return times
 
     def figures(self, case: Case, way: Way, step: Step, true: Tensor, base: float) -> dict[str, Any]:
         """Return times, memory, error and operators of a way. Raise FailedError if result or operators are wrong."""
@@ -521,7 +539,8 @@ def report(rows: list[dict[str, Any]]) -> str:
         "way",
         *(f"{column}, {mode}" for mode in (ISSUED, REPLAYED) for column in ("step us", "alone", "exposed")),
     ]
-    headers += ["host us", "peak MiB", "error", "fused operators of a step"]
+    headers += ["host us", "issued in turn, us"] if any(row.get("in_turn") for row in rows) else ["host us"]
+    headers += ["peak MiB", "error", "fused operators of a step"]
     texts = []
     for row in rows:
         lines = []
@@ -532,8 +551,10 @@ def report(rows: list[dict[str, Any]]) -> str:
                 for time in (way[mode].get("step"), way[mode].get("alone"), exposed(way, mode))
             ]
             line = [name, *("-" if time is None else f"{time:.0f}" for time in times)]
+            turns = row.get("in_turn", {})
             line += [
                 f"{way['host_us']:.0f}",
+                *([f"{turns[name]:.0f}" if name in turns else "-"] if len(headers) == 12 else []),
                 f"{way['bytes'] / 2**20:.0f}",
                 f"{way['error'] / row['error_of_bf16']:.2f}",
             ]
@@ -566,10 +587,12 @@ def main() -> None:
     parser.add_argument("--ways", type=_ways, default=[*WAYS], help=names)
     parser.add_argument("--backend", default="inductor", help="backend of torch.compile")
     parser.add_argument("--alone", action=argparse.BooleanOptionalAction, default=True, help="also time each way alone")
+    parser.add_argument("--in-turn", action="store_true", help="at the end, time the steps that Python issues in turn")
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--shrink", type=int, default=1, help="divides the widths, to try it out on a CPU")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     options = parser.parse_args()
+    torch._dynamo.config.recompile_limit = 2 * len(WAYS)  # for `--in-turn`: all ways compile the code of the same block
     with session(options.device) as joined:
         if joined is None:
             sys.exit("start it with torchrun, one process a GPU")

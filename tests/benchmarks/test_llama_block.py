@@ -49,6 +49,24 @@ def test_all_ways_give_the_same_gradients_and_run_the_operators_of_their_names(t
     assert report([row]) in table
 
 
+@pytest.mark.torchrun
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_steps_are_timed_in_turn_if_their_host_is_compared(tmp_path: Path) -> None:
+    small = ("--device", "cpu", "--shrink", "32", "--models", "8B", "--tokens", "64", "--repeats", "1", "--no-alone")
+    ways = ("--in-turn", "--ways", f"{PLAIN};hostir eager;hostir compiled")
+    command = ("-m", "tests.benchmarks.llama_block_without_code", *small, *ways, "--out", str(tmp_path / "block"))
+    done = launch(2, *command, env=environment(HOSTIR_CACHE=str(tmp_path)), timeout=220)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (row,) = json.loads((tmp_path / "block.json").read_text())["rows"]
+    assert row["failed"] == {}
+    assert [*row["in_turn"]] == [PLAIN, "hostir eager", "hostir compiled"]
+    assert all(us > 0 for us in row["in_turn"].values())
+    header, _, *lines = [line for line in (tmp_path / "block.md").read_text().splitlines() if line.startswith("|")]
+    assert "| issued in turn, us |" in header
+    assert [line.split(" | ")[8] for line in lines] == [f"{us:.0f}" for us in row["in_turn"].values()]
+
+
 @pytest.mark.parametrize(
     ("name", "ran"),
     [

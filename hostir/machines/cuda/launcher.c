@@ -19,12 +19,13 @@
 
 #include "cuda.h"
 
-#define MAX_ATTRIBUTES 4
+#define MAX_ATTRIBUTES 5
+#define MAX_NODES 8 /* of a captured product */
 #define STACK 65536 /* bytes that a call of cuBLAS may use */
 #define ALIGNMENT 64 /* of a CUtensorMap */
 #define RING 1022
 
-typedef enum { LAUNCH, MEMORY, COPY, ROWS, RECORD, WAIT, COLLECTIVE, COUNT, KINDS } Kind;
+typedef enum { LAUNCH, MEMORY, COPY, ROWS, SET, RECORD, WAIT, COLLECTIVE, COUNT, KINDS } Kind;
 
 /* What a collective does. */
 typedef enum { ALLGATHER, REDUCE_SCATTER, ALLREDUCE, COLLECTIVES } Collective;
@@ -60,6 +61,11 @@ typedef struct {
       size_t size;
     } copy;
     CUDA_MEMCPY2D rows;
+    struct {
+      CUdeviceptr target;
+      unsigned value, unit; /* the number of bytes that get the value */
+      size_t count;         /* of units */
+    } set;
     CUevent event;
     struct {
       CUdeviceptr target, source;
@@ -103,6 +109,9 @@ static struct {
   CUresult (*cuStreamBatchMemOp_v2)(CUstream, unsigned, CUstreamBatchMemOpParams *, unsigned);
   CUresult (*cuMemcpyAsync)(CUdeviceptr, CUdeviceptr, size_t, CUstream);
   CUresult (*cuMemcpy2DAsync_v2)(const CUDA_MEMCPY2D *, CUstream);
+  CUresult (*cuMemsetD8Async)(CUdeviceptr, unsigned char, size_t, CUstream);
+  CUresult (*cuMemsetD16Async)(CUdeviceptr, unsigned short, size_t, CUstream);
+  CUresult (*cuMemsetD32Async)(CUdeviceptr, unsigned, size_t, CUstream);
   CUresult (*cuEventRecord)(CUevent, CUstream);
   CUresult (*cuStreamWaitEvent)(CUstream, CUevent, unsigned);
   CUresult (*cuTensorMapReplaceAddress)(CUtensorMap *, void *);
@@ -115,9 +124,11 @@ static struct {
   CUresult (*cuGraphDestroy)(CUgraph);
   CUresult (*cuGraphGetNodes)(CUgraph, CUgraphNode *, size_t *);
   CUresult (*cuGraphNodeGetType)(CUgraphNode, CUgraphNodeType *);
+  CUresult (*cuGraphMemsetNodeGetParams)(CUgraphNode, CUDA_MEMSET_NODE_PARAMS *);
   CUresult (*cuGraphKernelNodeGetParams_v2)(CUgraphNode, CUDA_KERNEL_NODE_PARAMS *);
   CUresult (*cuGraphKernelNodeGetAttribute)(CUgraphNode, CUlaunchAttributeID, CUlaunchAttributeValue *);
   CUresult (*cuKernelGetFunction)(CUfunction *, CUkernel);
+  CUresult (*cuGraphNodeGetDependencies_v2)(CUgraphNode, CUgraphNode *, CUgraphEdgeData *, size_t *);
   CUresult (*cuFuncGetParamInfo)(CUfunction, size_t, size_t *, size_t *);
   CUresult (*cuFuncGetName)(const char **, CUfunction);
 } driver;
@@ -171,21 +182,24 @@ static PyObject *open_driver(PyObject *module, PyObject *arguments) {
   }
   if (find("cuLaunchKernelEx", &driver.cuLaunchKernelEx) || find("cuStreamBatchMemOp_v2", &driver.cuStreamBatchMemOp_v2) ||
       find("cuMemcpyAsync", &driver.cuMemcpyAsync) || find("cuMemcpy2DAsync_v2", &driver.cuMemcpy2DAsync_v2) ||
-      find("cuEventRecord", &driver.cuEventRecord) || find("cuStreamWaitEvent", &driver.cuStreamWaitEvent) ||
+      find("cuMemsetD8Async", &driver.cuMemsetD8Async) || find("cuMemsetD16Async", &driver.cuMemsetD16Async) ||
+      find("cuMemsetD32Async", &driver.cuMemsetD32Async) || find("cuEventRecord", &driver.cuEventRecord) || find("cuStreamWaitEvent", &driver.cuStreamWaitEvent) ||
       find("cuTensorMapReplaceAddress", &driver.cuTensorMapReplaceAddress) ||
       find("cuGetErrorString", &driver.cuGetErrorString) || find("cuCtxGetCurrent", &driver.cuCtxGetCurrent) ||
       find("cuCtxPushCurrent_v2", &driver.cuCtxPushCurrent_v2) || find("cuCtxPopCurrent_v2", &driver.cuCtxPopCurrent_v2) ||
       find("cuStreamBeginCapture_v2", &driver.cuStreamBeginCapture_v2) ||
       find("cuStreamEndCapture", &driver.cuStreamEndCapture) || find("cuGraphDestroy", &driver.cuGraphDestroy) ||
       find("cuGraphGetNodes", &driver.cuGraphGetNodes) || find("cuGraphNodeGetType", &driver.cuGraphNodeGetType) ||
+      find("cuGraphMemsetNodeGetParams", &driver.cuGraphMemsetNodeGetParams) ||
       find("cuGraphKernelNodeGetParams_v2", &driver.cuGraphKernelNodeGetParams_v2) ||
       find("cuGraphKernelNodeGetAttribute", &driver.cuGraphKernelNodeGetAttribute) ||
       find("cuKernelGetFunction", &driver.cuKernelGetFunction)) {
     driver.library = NULL;
     return NULL;
   }
-  if (find("cuFuncGetName", &driver.cuFuncGetName) || find("cuFuncGetParamInfo", &driver.cuFuncGetParamInfo))
-    PyErr_Clear(); /* a driver older than CUDA 12.4: only `launch_of` needs them */
+  if (find("cuFuncGetName", &driver.cuFuncGetName) || find("cuFuncGetParamInfo", &driver.cuFuncGetParamInfo) ||
+      find("cuGraphNodeGetDependencies_v2", &driver.cuGraphNodeGetDependencies_v2))
+    PyErr_Clear(); /* a driver older than CUDA 12.4: only `calls_of` needs them */
   Py_XSETREF(driver_error, Py_NewRef(error));
   Py_RETURN_NONE;
 }
@@ -240,6 +254,16 @@ static CUresult issue_collective(Entry *entry, CUstream stream) {
   return code ? (CUresult)(NCCL_ERRORS + code) : CUDA_SUCCESS;
 }
 
+static CUresult issue_set(const Entry *entry, CUstream stream) {
+  CUdeviceptr target = entry->set.target;
+  unsigned value = entry->set.value;
+  if (entry->set.unit == 1)
+    return driver.cuMemsetD8Async(target, (unsigned char)value, entry->set.count, stream);
+  if (entry->set.unit == 2)
+    return driver.cuMemsetD16Async(target, (unsigned short)value, entry->set.count, stream);
+  return driver.cuMemsetD32Async(target, value, entry->set.count, stream);
+}
+
 static CUresult issue(Entry *entry, CUstream stream) {
   switch (entry->kind) {
   case LAUNCH:
@@ -255,6 +279,8 @@ static CUresult issue(Entry *entry, CUstream stream) {
     if (entry->rows.dstDevice == entry->rows.srcDevice)
       return CUDA_SUCCESS;
     return driver.cuMemcpy2DAsync_v2(&entry->rows, stream);
+  case SET:
+    return issue_set(entry, stream);
   case RECORD:
     return driver.cuEventRecord(entry->event, stream);
   case WAIT:
@@ -419,7 +445,7 @@ failed:
   return NULL;
 }
 
-/* ---- the kernel of a product: a capture shows what cuBLAS launches, and executes nothing */
+/* ---- the calls of a product: a capture shows what cuBLAS issues, and executes nothing */
 
 /* Overwrite the part of the stack that later calls use. The parameters of a kernel may contain bytes that nobody has
  * written. After this, most of them are zero in both captures of a product, so that the captures can be compared. */
@@ -429,23 +455,41 @@ static __attribute__((noinline)) void clear_stack(void) {
   __asm__ volatile("" : : "r"(stack) : "memory"); /* without this, the compiler leaves the memset out */
 }
 
+/* Return the buffer that contains all parameters of a kernel, and its size, or NULL if there is no buffer. A launch
+ * passes either pointers to the parameters, or such a buffer. */
+static const char *buffer_of(void **extra, size_t *size) {
+  const char *buffer = NULL;
+  *size = 0;
+  for (; extra != NULL && extra[0] != CU_LAUNCH_PARAM_END; extra += 2)
+    if (extra[0] == CU_LAUNCH_PARAM_BUFFER_POINTER)
+      buffer = extra[1];
+    else if (extra[0] == CU_LAUNCH_PARAM_BUFFER_SIZE)
+      *size = *(size_t *)extra[1];
+    else
+      return NULL;
+  return buffer;
+}
+
 /* Read the parameters of a kernel, each at its offset. Returns a tuple of their bytes and of their offsets. */
-static PyObject *read_parameters(CUfunction function, void **parameters) {
-  size_t at = 0, length = 0, size = 0, count = 0;
+static PyObject *read_parameters(const CUDA_KERNEL_NODE_PARAMS *node) {
+  size_t at = 0, length = 0, size = 0, count = 0, given;
+  const char *buffer = buffer_of(node->extra, &given);
   CUresult code;
-  while ((code = driver.cuFuncGetParamInfo(function, count, &at, &length)) == CUDA_SUCCESS) {
+  while ((code = driver.cuFuncGetParamInfo(node->func, count, &at, &length)) == CUDA_SUCCESS) {
     size = at + length > size ? at + length : size;
     count++;
   }
   if (code != CUDA_ERROR_INVALID_VALUE || count == 0) /* the code for an index past the last parameter */
     return PyErr_Format(PyExc_ValueError, "the sizes of its parameters are not known (CUDA error %d)", (int)code);
+  if (node->kernelParams == NULL && (buffer == NULL || given < size))
+    return PyErr_Format(PyExc_ValueError, "its parameters cannot be read");
   PyObject *image = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)size), *offsets = PyTuple_New((Py_ssize_t)count);
   if (image == NULL || offsets == NULL)
     goto failed;
   memset(PyBytes_AS_STRING(image), 0, size);
   for (size_t i = 0; i < count; i++) {
-    driver.cuFuncGetParamInfo(function, i, &at, &length);
-    memcpy(PyBytes_AS_STRING(image) + at, parameters[i], length);
+    driver.cuFuncGetParamInfo(node->func, i, &at, &length);
+    memcpy(PyBytes_AS_STRING(image) + at, node->kernelParams == NULL ? buffer + at : node->kernelParams[i], length);
     PyObject *offset = PyLong_FromSize_t(at);
     if (offset == NULL)
       goto failed;
@@ -459,13 +503,13 @@ failed:
 }
 
 /* Read the attributes of a kernel's node that a launch needs. Returns their number, or -1 if they cannot be read. */
-static Py_ssize_t read_attributes(CUgraphNode node, CUlaunchAttribute *attributes) {
-  static const CUlaunchAttributeID known[MAX_ATTRIBUTES] = {
+static Py_ssize_t read_attributes(CUgraphNode node, int dependent, CUlaunchAttribute *attributes) {
+  static const CUlaunchAttributeID known[] = {
       CU_LAUNCH_ATTRIBUTE_COOPERATIVE, CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION,
       CU_LAUNCH_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE, CU_LAUNCH_ATTRIBUTE_PREFERRED_CLUSTER_DIMENSION};
   static const CUlaunchAttributeValue usual;
   Py_ssize_t count = 0;
-  for (int i = 0; i < MAX_ATTRIBUTES; i++) {
+  for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
     CUlaunchAttribute *each = &attributes[count];
     memset(each, 0, sizeof *each);
     each->id = known[i];
@@ -475,50 +519,123 @@ static Py_ssize_t read_attributes(CUgraphNode node, CUlaunchAttribute *attribute
     else if (known[i] != CU_LAUNCH_ATTRIBUTE_PREFERRED_CLUSTER_DIMENSION) /* not all GPUs and drivers have it */
       return -1;
   }
+  if (dependent) {
+    memset(&attributes[count], 0, sizeof *attributes);
+    attributes[count].id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+    attributes[count++].value.programmaticStreamSerializationAllowed = 1;
+  }
   return count;
 }
 
-static PyObject *kernel_of(CUgraph graph) {
+/* Return a kernel as (LAUNCH, its name, fields). `dependent` is 1 if it may begin before the node before it ends. */
+static PyObject *kernel_of(CUgraphNode node, int dependent) {
   CUlaunchAttribute attributes[MAX_ATTRIBUTES];
-  CUDA_KERNEL_NODE_PARAMS node = {0};
-  CUgraphNode first = NULL;
-  CUgraphNodeType type;
+  CUDA_KERNEL_NODE_PARAMS kernel = {0};
   CUresult code;
   const char *name = NULL;
-  size_t count = 0;
-  if ((code = driver.cuGraphGetNodes(graph, NULL, &count)) != CUDA_SUCCESS)
+  if ((code = driver.cuGraphKernelNodeGetParams_v2(node, &kernel)) != CUDA_SUCCESS ||
+      (kernel.func == NULL && (code = driver.cuKernelGetFunction(&kernel.func, kernel.kern)) != CUDA_SUCCESS) ||
+      (code = driver.cuFuncGetName(&name, kernel.func)) != CUDA_SUCCESS)
     return failure(0, code);
-  if (count != 1)
-    return PyErr_Format(PyExc_ValueError, "it takes %zu steps on the device", count);
-  if ((code = driver.cuGraphGetNodes(graph, &first, &count)) != CUDA_SUCCESS ||
-      (code = driver.cuGraphNodeGetType(first, &type)) != CUDA_SUCCESS)
-    return failure(0, code);
-  if (type != CU_GRAPH_NODE_TYPE_KERNEL)
-    return PyErr_Format(PyExc_ValueError, "its only node in a graph is not a kernel");
-  if ((code = driver.cuGraphKernelNodeGetParams_v2(first, &node)) != CUDA_SUCCESS ||
-      (node.func == NULL && (code = driver.cuKernelGetFunction(&node.func, node.kern)) != CUDA_SUCCESS) ||
-      (code = driver.cuFuncGetName(&name, node.func)) != CUDA_SUCCESS)
-    return failure(0, code);
-  Py_ssize_t made = read_attributes(first, attributes);
-  if (node.kernelParams == NULL || made < 0)
-    return PyErr_Format(PyExc_ValueError, "its %s cannot be read", made < 0 ? "attributes" : "parameters");
-  PyObject *parameters = read_parameters(node.func, node.kernelParams);
+  Py_ssize_t made = read_attributes(node, dependent, attributes);
+  if (made < 0)
+    return PyErr_Format(PyExc_ValueError, "its attributes cannot be read");
+  PyObject *parameters = read_parameters(&kernel);
   if (parameters == NULL)
     return NULL;
   PyObject *fields = Py_BuildValue(
-      "s(K(IIIIII)Iy#OO)", name, (unsigned long long)(uintptr_t)node.func, node.gridDimX, node.gridDimY, node.gridDimZ,
-      node.blockDimX, node.blockDimY, node.blockDimZ, node.sharedMemBytes, (char *)attributes,
+      "is(K(IIIIII)Iy#OO)", LAUNCH, name, (unsigned long long)(uintptr_t)kernel.func, kernel.gridDimX, kernel.gridDimY,
+      kernel.gridDimZ, kernel.blockDimX, kernel.blockDimY, kernel.blockDimZ, kernel.sharedMemBytes, (char *)attributes,
       made * (Py_ssize_t)sizeof(CUlaunchAttribute), PyTuple_GET_ITEM(parameters, 0), PyTuple_GET_ITEM(parameters, 1));
   Py_DECREF(parameters);
   return fields;
 }
 
-PyDoc_STRVAR(launch_of_doc, "launch_of(stream, work)\n--\n\n"
-                            "Return the name of the kernel that `work()` launches, and the fields of the launch in a tape.\n\n"
-                            "`stream` is the handle of the stream on which `work` launches it. The launch is captured, and\n"
-                            "executes nothing. Raises ValueError if it is not a single kernel that a tape can launch.");
+/* Return a fill of memory as (SET, "fill", fields). */
+static PyObject *set_of(CUgraphNode node) {
+  CUDA_MEMSET_NODE_PARAMS set;
+  CUresult code = driver.cuGraphMemsetNodeGetParams(node, &set);
+  if (code != CUDA_SUCCESS)
+    return failure(0, code);
+  if (set.height != 1)
+    return PyErr_Format(PyExc_ValueError, "it fills rows of memory");
+  return Py_BuildValue("is(KIIn)", SET, "fill", (unsigned long long)set.dst, set.value, set.elementSize,
+                       (Py_ssize_t)set.width);
+}
 
-static PyObject *launch_of(PyObject *module, PyObject *arguments) {
+/* Sort the nodes of a graph so that each node depends on the one before it. `dependent` gets 1 for each kernel that may
+ * begin before the node before it ends. Returns -1 with an exception if the nodes are no such row. */
+static int sort(CUgraphNode *nodes, int *dependent, size_t count) {
+  CUgraphNode before[MAX_NODES], sorted[MAX_NODES], last = NULL;
+  CUgraphEdgeData edges[MAX_NODES];
+  for (size_t i = 0; i < count; i++) {
+    CUgraphNode found[2] = {NULL, NULL};
+    CUgraphEdgeData data[2] = {{0}, {0}};
+    size_t many = 2;
+    CUresult code = driver.cuGraphNodeGetDependencies_v2(nodes[i], found, data, &many);
+    if (code != CUDA_SUCCESS) {
+      failure(0, code);
+      return -1;
+    }
+    before[i] = many > 1 ? nodes[i] : found[0]; /* more than one: no node may come before it */
+    edges[i] = data[0];
+  }
+  for (size_t n = 0; n < count; n++) {
+    size_t i = 0;
+    while (i < count && before[i] != last)
+      i++;
+    if (i == count) {
+      PyErr_SetString(PyExc_ValueError, "its steps on the device are not in a row");
+      return -1;
+    }
+    dependent[n] = n > 0 && edges[i].type == CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC;
+    last = sorted[n] = nodes[i];
+  }
+  memcpy(nodes, sorted, count * sizeof *nodes);
+  return 0;
+}
+
+/* Return the nodes of a graph as a tuple, in the order in which they run. */
+static PyObject *nodes_of(CUgraph graph) {
+  CUgraphNode nodes[MAX_NODES];
+  CUgraphNodeType type;
+  CUresult code;
+  int dependent[MAX_NODES];
+  size_t count = 0;
+  if ((code = driver.cuGraphGetNodes(graph, NULL, &count)) != CUDA_SUCCESS)
+    return failure(0, code);
+  if (count == 0 || count > MAX_NODES)
+    return PyErr_Format(PyExc_ValueError, "it takes %zu steps on the device", count);
+  if ((code = driver.cuGraphGetNodes(graph, nodes, &count)) != CUDA_SUCCESS)
+    return failure(0, code);
+  if (sort(nodes, dependent, count))
+    return NULL;
+  PyObject *result = PyTuple_New((Py_ssize_t)count);
+  for (size_t i = 0; result != NULL && i < count; i++) {
+    PyObject *each = NULL;
+    if ((code = driver.cuGraphNodeGetType(nodes[i], &type)) != CUDA_SUCCESS)
+      failure(0, code);
+    else if (type == CU_GRAPH_NODE_TYPE_KERNEL)
+      each = kernel_of(nodes[i], dependent[i]);
+    else if (type == CU_GRAPH_NODE_TYPE_MEMSET)
+      each = set_of(nodes[i]);
+    else
+      PyErr_SetString(PyExc_ValueError, "it is not only kernels and fills of memory");
+    if (each == NULL)
+      Py_CLEAR(result);
+    else
+      PyTuple_SET_ITEM(result, (Py_ssize_t)i, each);
+  }
+  return result;
+}
+
+PyDoc_STRVAR(calls_of_doc, "calls_of(stream, work)\n--\n\n"
+                           "Return the calls of the driver that `work()` makes: a tuple of (kind, name, fields).\n\n"
+                           "The kind is LAUNCH or SET. The fields are those of an entry of a tape. `stream` is the handle\n"
+                           "of the stream to which `work` issues them. They are captured, so they execute nothing.\n"
+                           "Raises ValueError if a tape cannot make these calls.");
+
+static PyObject *calls_of(PyObject *module, PyObject *arguments) {
   (void)module;
   unsigned long long handle;
   PyObject *work;
@@ -526,7 +643,7 @@ static PyObject *launch_of(PyObject *module, PyObject *arguments) {
     return NULL;
   if (driver.library == NULL)
     return PyErr_Format(PyExc_RuntimeError, "no driver is open");
-  if (driver.cuFuncGetName == NULL || driver.cuFuncGetParamInfo == NULL)
+  if (driver.cuFuncGetName == NULL || driver.cuFuncGetParamInfo == NULL || driver.cuGraphNodeGetDependencies_v2 == NULL)
     return PyErr_Format(PyExc_ValueError, "the CUDA driver is older than 12.4");
   CUstream stream = (CUstream)(uintptr_t)handle;
   CUgraph graph = NULL;
@@ -535,14 +652,14 @@ static PyObject *launch_of(PyObject *module, PyObject *arguments) {
   if (code != CUDA_SUCCESS)
     return failure(0, code);
   clear_stack();
-  PyObject *done = PyObject_CallNoArgs(work), *fields = NULL;
+  PyObject *done = PyObject_CallNoArgs(work), *calls = NULL;
   code = driver.cuStreamEndCapture(stream, &graph);
   if (done != NULL)
-    fields = code == CUDA_SUCCESS ? kernel_of(graph) : failure(0, code);
+    calls = code == CUDA_SUCCESS ? nodes_of(graph) : failure(0, code);
   if (graph != NULL)
     driver.cuGraphDestroy(graph);
   Py_XDECREF(done);
-  return fields;
+  return calls;
 }
 
 /* ---- making a tape */
@@ -641,6 +758,21 @@ static int make_copy(Entry *entry, PyObject *fields) {
   return 0;
 }
 
+/* A fill of memory: (target, value, bytes of a value, number of values). */
+static int make_set(Entry *entry, PyObject *fields) {
+  unsigned long long target;
+  Py_ssize_t count;
+  if (!PyArg_ParseTuple(fields, "KIIn", &target, &entry->set.value, &entry->set.unit, &count))
+    return -1;
+  if (count < 0 || (entry->set.unit != 1 && entry->set.unit != 2 && entry->set.unit != 4)) {
+    PyErr_SetString(PyExc_ValueError, "a fill of a negative size, or with values that are not of 1, 2 or 4 bytes");
+    return -1;
+  }
+  entry->set.target = target;
+  entry->set.count = (size_t)count;
+  return 0;
+}
+
 static int make_event(Entry *entry, PyObject *fields) {
   unsigned long long event;
   if (!PyArg_ParseTuple(fields, "K", &event))
@@ -706,6 +838,8 @@ static int make_entry(Tape *tape, Entry *entry, PyObject *row) {
     return make_copy(entry, fields);
   case ROWS:
     return make_rows(entry, fields);
+  case SET:
+    return make_set(entry, fields);
   case COLLECTIVE:
     return make_collective(entry, fields);
   case COUNT:
@@ -730,6 +864,9 @@ static char *holder(Entry *entry, size_t *size) {
   case COLLECTIVE:
     *size = 2 * sizeof(CUdeviceptr);
     return (char *)&entry->collective.target;
+  case SET:
+    *size = sizeof(CUdeviceptr);
+    return (char *)&entry->set.target;
   case ROWS:
     *size = sizeof(CUDA_MEMCPY2D);
     return (char *)&entry->rows;
@@ -883,7 +1020,7 @@ static PyMethodDef functions[] = {
     {"open", open_driver, METH_VARARGS, open_doc},
     {"open_nccl", open_nccl, METH_O, open_nccl_doc},
     {"key", key, METH_VARARGS, key_doc},
-    {"launch_of", launch_of, METH_VARARGS, launch_of_doc},
+    {"calls_of", calls_of, METH_VARARGS, calls_of_doc},
     {NULL, NULL, 0, NULL},
 };
 

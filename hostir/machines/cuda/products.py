@@ -1,17 +1,17 @@
-"""Record the kernel that cuBLAS launches for a product, so that native code can launch it without torch.
+"""Record what cuBLAS issues for a product, so that native code can issue it without torch.
 
-Only cuBLAS knows which kernel it launches, and with which parameters. A capture of the product shows both, and executes
-nothing. The parameters contain the addresses of the operands, which change from call to call. Each 64-bit number that
-is an address in an operand is taken for such an address. To make sure, the product is captured a second time, with
-operands elsewhere in memory. If these addresses are put into the parameters of the first capture, the two launches must
-be equal to the last bit.
+Only cuBLAS knows which kernels it launches, and with which parameters. A capture of the product shows both, and
+executes nothing. It may contain several kernels, and fills of memory. The parameters contain the addresses of the
+operands, which change from call to call. Each 64-bit number that is an address in an operand is taken for such an
+address. To make sure, the product is captured a second time, with operands elsewhere in memory. If these addresses are
+put into the parameters of the first capture, the two captures must be equal to the last bit.
 
 One more address may differ, because torch has a separate workspace for the stream of each capture. Work on other
 streams must not use this workspace. So a launch gets hostir's workspace for the stream on which it runs (see
 `workspace`). A workspace may contain anything, in hostir and in torch. The parameters must not contain any other
 address in the memory of a GPU.
 
-Otherwise torch calls cuBLAS in every run. It does so, too, if a product takes several kernels.
+Otherwise torch calls cuBLAS in every run.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import functools
 import struct
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -57,8 +58,44 @@ def streams_of_captures(device: torch.device) -> tuple[torch.cuda.Stream, torch.
     return new_stream(device, 0), new_stream(device, 0)
 
 
+@dataclass(frozen=True)
+class Issued:
+    """A call of the driver that a product makes: the launch of a kernel, or a fill of memory.
+
+    Fields:
+        kind: LAUNCH or SET.
+        name: the name of the kernel.
+        fields: the fields of the call's entry on a tape.
+    """
+
+    kind: int
+    name: str
+    fields: tuple[Any, ...]
+
+    @property
+    def image(self) -> bytes:
+        """The parameters of the kernel, or the address of the memory to fill; zeros fill up the last 8 bytes."""
+        parameters: bytes = self.fields[4] if self.kind == LAUNCH else struct.pack("<Q", self.fields[0])
+        return parameters.ljust(-(-len(parameters) // 8) * 8, b"\0")
+
+    def with_image(self, image: bytes) -> Issued:
+        """Return the same call with other parameters."""
+        if self.kind == LAUNCH:
+            return replace(self, fields=(*self.fields[:4], image[: len(self.fields[4])], self.fields[5]))
+        return replace(self, fields=(*struct.unpack("<Q", image), *self.fields[1:]))
+
+    def text(self, addresses: Sequence[object]) -> str:
+        """Return the text of the tape entry."""
+        where = ", ".join(map(str, addresses))
+        if self.kind == LAUNCH:
+            x, y, z, *_ = self.fields[1]
+            return f"launch {self.name} x {x * y * z}({where})"
+        _, value, unit, count = self.fields
+        return f"fill {where or 'workspace'} with {value}, {unit * count} bytes"
+
+
 def record_product(plan: CudaPlan, number: int, module: Any, writer: TapeWriter) -> str:
-    """Add the kernel of a product to a tape. Return the reason if this is not possible, and else an empty text.
+    """Add what a product issues to a tape. Return the reason if this is not possible, and else an empty text.
 
     Args:
         plan: the plan, with the tensors of a run in its registers.
@@ -73,19 +110,25 @@ def record_product(plan: CudaPlan, number: int, module: Any, writer: TapeWriter)
         return reason
     try:
         with _recording, _disable_current_modes(), torch.cuda.device(plan.machine.device):
-            name, fields, found = launch_for_any(plan, number, operands, module)
+            calls, found = calls_for_any(plan, number, operands, module)
     except ValueError as problem:
         return str(problem)
     except Exception as problem:  # the step has just run, so this says only that it cannot be captured
         return headline(problem).partition("\n")[0]
     if not writer.complete:
         return "Triton computes it"
-    addresses = [writer.address(at, operands[register].data_ptr() + offset) for at, register, offset in found]
-    if any(address.memory is None for address in addresses):
-        return "an operand is not in a buffer of the program"
-    x, y, z, *_ = fields[1]
-    text = f"launch {name} x {x * y * z}({', '.join(map(str, addresses))})"
-    writer.add(LAUNCH, plan.streams[op.stream].cuda_stream, fields, addresses, text)
+    begin = 0
+    for call in calls:
+        end = begin + len(call.image)
+        addresses = [
+            writer.address(at - begin, operands[register].data_ptr() + offset)
+            for at, register, offset in found
+            if begin <= at < end
+        ]
+        if any(address.memory is None for address in addresses):
+            return "an operand is not in a buffer of the program"
+        writer.add(call.kind, plan.streams[op.stream].cuda_stream, call.fields, addresses, call.text(addresses))
+        begin = end
     return "" if writer.complete else "the tape lacks its stream"
 
 
@@ -101,44 +144,56 @@ def refusal(op: ComputeOp, operands: Matrices) -> str:
     return "" if all(x.numel() for x in operands.values()) else "an operand is empty"
 
 
-def launch_for_any(
+def calls_for_any(
     plan: CudaPlan, number: int, operands: Matrices, module: Any
-) -> tuple[str, tuple[Any, ...], list[tuple[int, int, int]]]:
-    """Return the name of a product's kernel, the fields of its launch in a tape, and where addresses are in them.
+) -> tuple[list[Issued], list[tuple[int, int, int]]]:
+    """Return the calls of the driver that a product makes, and where the addresses of its operands are in them.
 
-    The addresses are those of `addresses_in`. Raises ValueError if the launch depends on anything else.
+    The addresses are those of `addresses_in`, in the images of all calls one after another. Raises ValueError if the
+    calls depend on anything else.
     """
     step, streams, registers = plan.steps[number], streams_of_captures(plan.machine.device), plan.registers
-    name, fields = launch_of(step, streams[0], module)
+    calls = calls_of(step, streams[0], module)
     moved = elsewhere(operands)
     for register, x in moved.items():
         registers[register] = x
     try:
-        _, expected = launch_of(step, streams[1], module)
+        others = calls_of(step, streams[1], module)
     finally:
         for register, x in operands.items():
             registers[register] = x
-    *launch, image, offsets = fields
-    if (*launch, offsets) != (*expected[:4], expected[5]):
+    name, image, expected = calls[-1].name, image_of(calls), image_of(others)
+    if [call.with_image(bytes(len(call.image))) for call in calls] != [
+        call.with_image(bytes(len(call.image))) for call in others
+    ]:
         raise ValueError("its kernel or grid depends on the addresses of its operands")
     found, other = [*addresses_in(image, operands)], bytearray(image)
     for at, register, offset in found:
         struct.pack_into("<Q", other, at, moved[register].data_ptr() + offset)
     patched = {at for at, _, _ in found}
-    others = [at for at in range(0, len(image) - 7, 8) if at not in patched and is_on_gpu(image, at)]
-    size, offsets_in_workspace = in_workspace(name, (image, expected[4]), others, plan.machine.device)
-    for at in others:
-        other[at : at + 8] = expected[4][at : at + 8]
-    if different := [at for at, (one, two) in enumerate(zip(other, expected[4], strict=True)) if one != two]:
+    foreign = [at for at in range(0, len(image), 8) if at not in patched and is_on_gpu(image, at)]
+    size, offsets = in_workspace(name, (image, expected), foreign, plan.machine.device)
+    for at in foreign:
+        other[at : at + 8] = expected[at : at + 8]
+    if different := [at for at, (one, two) in enumerate(zip(other, expected, strict=True)) if one != two]:
         raise ValueError(f"{name} depends on more than addresses (parameter bytes {different[0]} to {different[-1]})")
     if missing := {*operands} - {register for _, register, _ in found}:
         raise ValueError(f"{name} does not contain the addresses of {len(missing)} operands")
     mine = bytearray(image)
-    if others:
+    if foreign:
         memory = workspace(plan.machine.device, plan.streams[plan.ops[number].stream].cuda_stream, size)
-        for at, offset in zip(others, offsets_in_workspace, strict=True):
+        for at, offset in zip(foreign, offsets, strict=True):
             struct.pack_into("<Q", mine, at, memory.data_ptr() + offset)
-    return name, (*launch, bytes(mine), offsets), found
+    begin = 0
+    for n, call in enumerate(calls):
+        calls[n] = call.with_image(bytes(mine[begin : begin + len(call.image)]))
+        begin += len(call.image)
+    return calls, found
+
+
+def image_of(calls: Sequence[Issued]) -> bytes:
+    """Return the images of all calls, one after another."""
+    return b"".join(call.image for call in calls)
 
 
 def in_workspace(
@@ -204,11 +259,10 @@ def workspace(device: torch.device, stream: int, size: int) -> torch.Tensor:
     return held
 
 
-def launch_of(step: Step, stream: torch.cuda.Stream, module: Any) -> tuple[str, tuple[Any, ...]]:
-    """Return the name of the kernel that a step launches, and the fields of the launch in a tape. Launch nothing."""
+def calls_of(step: Step, stream: torch.cuda.Stream, module: Any) -> list[Issued]:
+    """Return the calls of the driver that a step makes. Execute nothing."""
     with torch.cuda.stream(stream), uncollected(), capturing(step):
-        name, fields = module.launch_of(stream.cuda_stream, step)
-    return name, fields
+        return [Issued(*call) for call in module.calls_of(stream.cuda_stream, step)]
 
 
 def extent(x: torch.Tensor) -> int:

@@ -1,8 +1,8 @@
 """Tapes: the driver calls that one call of a plan makes, as flat data with slots for the addresses that change.
 
-A tape is recorded while a plan runs. It holds launches of kernels, operations on flags in memory, copies, and events.
-It may hold collectives of NCCL, too. An address within a tensor that changes from call to call becomes a slot and an
-offset. Any other address is fixed. A stream becomes a number.
+A tape is recorded while a plan runs. It holds launches of kernels, operations on flags in memory, copies, fills of
+memory, and events. It may hold collectives of NCCL, too. An address within a tensor that changes from call to call
+becomes a slot and an offset. Any other address is fixed. A stream becomes a number.
 
 Only torch can run some steps, such as a product in f32 by cuBLAS. Such a step ends a segment of the tape. So a call
 becomes a list that contains segments and steps in Python. `hostir.machines.cuda.native` issues a segment by one call of
@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from hostir.kernels.parameters import TAPING, KernelLaunch, packed
 from hostir.machines.cuda.driver import AT_LEAST, WAIT, Memcpy2D, MemoryOp
 
-LAUNCH, MEMORY, COPY, ROWS, RECORD, AWAIT, COLLECTIVE, COUNT = range(8)  # kinds of entries, as in launcher.c
+LAUNCH, MEMORY, COPY, ROWS, SET, RECORD, AWAIT, COLLECTIVE, COUNT = range(9)  # kinds of entries, as in launcher.c
 COLLECTIVES = "allgather", "reduce_scatter", "allreduce"  # by their numbers in launcher.c
 # The driver's enum CUlaunchAttributeID, and a value of its enum CUclusterSchedulingPolicy.
 COOPERATIVE, CLUSTER, CLUSTER_SCHEDULING, DEPENDENT = 2, 4, 5, 6
@@ -75,7 +75,7 @@ class TapeEntry:
     """One call of the driver or of NCCL on a tape.
 
     Fields:
-        kind: LAUNCH, MEMORY, COPY, ROWS, RECORD, AWAIT, COLLECTIVE or COUNT.
+        kind: LAUNCH, MEMORY, COPY, ROWS, SET, RECORD, AWAIT, COLLECTIVE or COUNT.
         place: the index of the plan's step that makes the call.
         stream: the number of the stream.
         fields: the arguments of the call, in the form that the launcher in C takes.

@@ -121,6 +121,23 @@ CUresult cuMemcpy2DAsync_v2(const CUDA_MEMCPY2D *rows, CUstream stream) {
   return next();
 }
 
+static CUresult set(CUstream stream, CUdeviceptr target, unsigned value, int bits, size_t count) {
+  SAY("%p: set %llx to %x %zux%d\n", (void *)stream, target, value, count, bits);
+  return next();
+}
+
+CUresult cuMemsetD8Async(CUdeviceptr target, unsigned char value, size_t count, CUstream stream) {
+  return set(stream, target, value, 8, count);
+}
+
+CUresult cuMemsetD16Async(CUdeviceptr target, unsigned short value, size_t count, CUstream stream) {
+  return set(stream, target, value, 16, count);
+}
+
+CUresult cuMemsetD32Async(CUdeviceptr target, unsigned value, size_t count, CUstream stream) {
+  return set(stream, target, value, 32, count);
+}
+
 CUresult cuEventRecord(CUevent event, CUstream stream) {
   SAY("%p: record %p\n", (void *)stream, (void *)event);
   return next();
@@ -145,15 +162,19 @@ CUresult cuPointerGetAttribute(void *value, CUpointer_attribute attribute, CUdev
   return CUDA_SUCCESS;
 }
 
-/* Graphs. The tests make them: a graph is its only node, unless it counts more of them. A capture takes the next one. */
+/* Graphs. The tests make them: a graph is its only node, unless it has a list of nodes. A capture takes the next one. */
 typedef struct {
   size_t nodes;
+  CUgraphNode *list;
+  CUgraphNode before[2]; /* on which this node depends */
+  int programmatic;
   int type;
   CUfunction function;
   CUkernel kernel;
   unsigned sizes[7]; /* grid, block, shared memory */
-  void **parameters;
+  void **parameters, **extra;
   CUlaunchAttribute attributes[2];
+  CUDA_MEMSET_NODE_PARAMS set;
 } Graph;
 
 static CUgraph graph_of_capture;
@@ -182,9 +203,28 @@ CUresult cuGraphDestroy(CUgraph graph) {
 }
 
 CUresult cuGraphGetNodes(CUgraph graph, CUgraphNode *nodes, size_t *count) {
-  if (nodes != NULL)
+  Graph *of = (Graph *)graph;
+  if (nodes != NULL && of->list == NULL)
     *nodes = (CUgraphNode)graph;
-  *count = ((Graph *)graph)->nodes;
+  else if (nodes != NULL)
+    memcpy(nodes, of->list, *count * sizeof *nodes);
+  *count = of->nodes;
+  return next();
+}
+
+CUresult cuGraphNodeGetDependencies_v2(CUgraphNode node, CUgraphNode *before, CUgraphEdgeData *edges, size_t *count) {
+  Graph *of = (Graph *)node;
+  size_t many = (of->before[0] != NULL) + (of->before[1] != NULL);
+  *count = *count < many ? *count : many;
+  memcpy(before, of->before, *count * sizeof *before);
+  memset(edges, 0, *count * sizeof *edges);
+  if (*count)
+    edges->type = (unsigned char)of->programmatic;
+  return next();
+}
+
+CUresult cuGraphMemsetNodeGetParams(CUgraphNode node, CUDA_MEMSET_NODE_PARAMS *parameters) {
+  *parameters = ((Graph *)node)->set;
   return next();
 }
 
@@ -200,6 +240,7 @@ CUresult cuGraphKernelNodeGetParams_v2(CUgraphNode node, CUDA_KERNEL_NODE_PARAMS
   parameters->kern = graph->kernel;
   memcpy(&parameters->gridDimX, graph->sizes, sizeof graph->sizes);
   parameters->kernelParams = graph->parameters;
+  parameters->extra = graph->extra;
   return next();
 }
 

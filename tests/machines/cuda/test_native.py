@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,14 @@ from hostir.machines.cuda.nccl import COUNTS
 from hostir.machines.cuda.tape import (
     CLUSTER,
     CLUSTER_SCHEDULING,
+    COLLECTIVE,
     COUNT,
+    DEPENDENT,
     LAUNCH,
+    MEMORY,
+    RECORD,
+    ROWS,
+    SET,
     Memory,
     Segment,
     TapeEntry,
@@ -378,20 +385,23 @@ def test_what_does_not_fit_a_tape_is_refused(module: Any, driver: FakeDriver, nc
             module.Tape(every_entry().rows, every_entry().patches, slots, streams)
     sizes = (1, 1, 1, 1, 1, 1)
     launch = ((0, 0, 0, (0, sizes, 1, b"", bytes(8), (0,))),)
-    event = ((4, 0, 0, (0x77,)),)
+    event = ((RECORD, 0, 0, (0x77,)),)
     for entries, patches in [
-        (((9, 0, 0, ()),), ()),  # no such kind
-        (((4, 0, 7, (0x77,)),), ()),  # no such stream
-        (((0, 0, 0, (0, sizes, 1, b"", bytes(8), (8,))),), ()),  # a parameter outside
-        (((0, 0, 0, (0, sizes, 1, bytes(71), bytes(8), (0,))),), ()),  # part of an attribute
-        (((0, 0, 0, (0, sizes, 1, bytes(5 * 72), bytes(8), (0,))),), ()),  # too many attributes
-        (((1, 0, 0, (bytes(47),)),), ()),
-        (((3, 0, 0, (bytes(47),)),), ()),
-        (((6, 0, 0, (0, 0, 8, 1, 3, 1)),), ()),  # no such collective
-        (((6, 0, 0, (0, 0, 8, 0, 0, 1)),), ()),  # no communicator
-        (((6, 0, 0, (0, 0, 8, 1, 0, 1)),), ((0, 0, 16, 0, False),)),  # only two addresses
-        (((7, 0, 0, (0, 1)),), ()),  # no memory
-        (((7, 0, 0, (8, 1)), (7, 0, 0, (8, 1))), ()),  # two numbers of a run
+        (((COUNT + 1, 0, 0, ()),), ()),  # no such kind
+        (((RECORD, 0, 7, (0x77,)),), ()),  # no such stream
+        (((LAUNCH, 0, 0, (0, sizes, 1, b"", bytes(8), (8,))),), ()),  # a parameter outside
+        (((LAUNCH, 0, 0, (0, sizes, 1, bytes(71), bytes(8), (0,))),), ()),  # part of an attribute
+        (((LAUNCH, 0, 0, (0, sizes, 1, bytes(6 * 72), bytes(8), (0,))),), ()),  # too many attributes
+        (((MEMORY, 0, 0, (bytes(47),)),), ()),
+        (((ROWS, 0, 0, (bytes(47),)),), ()),
+        (((SET, 0, 0, (0x10, 0, 3, 8)),), ()),  # values of three bytes
+        (((SET, 0, 0, (0x10, 0, 4, -1)),), ()),
+        (((SET, 0, 0, (0x10, 0, 4, 8)),), ((0, 0, 8, 0, False),)),  # only one address
+        (((COLLECTIVE, 0, 0, (0, 0, 8, 1, 3, 1)),), ()),  # no such collective
+        (((COLLECTIVE, 0, 0, (0, 0, 8, 0, 0, 1)),), ()),  # no communicator
+        (((COLLECTIVE, 0, 0, (0, 0, 8, 1, 0, 1)),), ((0, 0, 16, 0, False),)),  # only two addresses
+        (((COUNT, 0, 0, (0, 1)),), ()),  # no memory
+        (((COUNT, 0, 0, (8, 1)), (COUNT, 0, 0, (8, 1))), ()),  # two numbers of a run
         (launch, ((0, 0, 1, 0, False),)),  # the address would not end within the parameters
         (launch, ((0, 1, 0, 0, False),)),  # no such entry
         (launch, ((2, 0, 0, 0, False),)),  # no such slot
@@ -399,19 +409,30 @@ def test_what_does_not_fit_a_tape_is_refused(module: Any, driver: FakeDriver, nc
         (event, ((0, 0, 0, 0, False),)),  # an event holds no address
     ]:
         with pytest.raises(
-            ValueError, match=r"a stream|a parameter|not an array|not a CUDA_MEMCPY2D|patch|collective|count"
+            ValueError, match=r"a stream|a parameter|not an array|not a CUDA_MEMCPY2D|a fill|patch|collective|count"
         ):
             module.Tape(entries, patches, (0, 1), HANDLES)
     assert driver.take() == []
 
 
-class Graph(ctypes.Structure):
-    """A graph of the fake driver, which is its only node unless it counts more."""
+class Set(ctypes.Structure):
+    """The driver's struct CUDA_MEMSET_NODE_PARAMS."""
 
     _fields_ = (
-        *(("nodes", ctypes.c_size_t), ("type", ctypes.c_int), ("function", ctypes.c_void_p)),
-        *(("kernel", ctypes.c_void_p), ("sizes", ctypes.c_uint * 7), ("parameters", ctypes.c_void_p)),
-        ("attributes", ctypes.c_char * 144),
+        *(("target", ctypes.c_uint64), ("pitch", ctypes.c_size_t), ("value", ctypes.c_uint), ("unit", ctypes.c_uint)),
+        *(("width", ctypes.c_size_t), ("height", ctypes.c_size_t)),
+    )
+
+
+class Graph(ctypes.Structure):
+    """A graph of the fake driver, which is its only node unless it has a list of nodes."""
+
+    _fields_ = (
+        *(("nodes", ctypes.c_size_t), ("list", ctypes.c_void_p), ("before", ctypes.c_void_p * 2)),
+        *(("programmatic", ctypes.c_int), ("type", ctypes.c_int), ("function", ctypes.c_void_p)),
+        *(("kernel", ctypes.c_void_p), ("sizes", ctypes.c_uint * 7)),
+        *(("parameters", ctypes.c_void_p), ("extra", ctypes.c_void_p), ("attributes", ctypes.c_char * 144)),
+        ("set", Set),
     )
 
     @staticmethod
@@ -423,6 +444,24 @@ class Graph(ctypes.Structure):
         graph.parameters, graph.kept = ctypes.addressof(where), (memory, where)
         ctypes.memmove(ctypes.addressof(graph) + Graph.attributes.offset, attributes, len(attributes))
         return graph
+
+    @staticmethod
+    def row(*nodes: Graph) -> Graph:
+        """Return a graph of nodes, each of which depends on the one before it. Its list has another order."""
+        for one, after in pairwise(nodes):
+            after.before[0] = one.handle
+        handles = (ctypes.c_void_p * len(nodes))(*(node.handle for node in reversed(nodes)))
+        graph = Graph(nodes=len(nodes), list=ctypes.addressof(handles))
+        graph.kept = handles, nodes
+        return graph
+
+    def in_buffer(self, size: int) -> Graph:
+        """Pass the parameters in one buffer of this size, as cuBLAS does for many kernels."""
+        memory, _ = self.kept
+        length = ctypes.c_size_t(size)
+        extra = (ctypes.c_void_p * 5)(1, ctypes.addressof(memory), 2, ctypes.addressof(length), 0)
+        self.parameters, self.extra, self.kept = None, ctypes.addressof(extra), (memory, length, extra)
+        return self
 
     @property
     def handle(self) -> int:
@@ -437,19 +476,22 @@ PARAMETERS = struct.pack("<i4xQ48x16Qb", 7, 0x10020, 0x20000, *range(15), 1)
 def captured(module: Any, driver: FakeDriver, graph: Graph, work: Callable[[], object] = list) -> Any:
     """Return the result of the launcher for a capture whose graph is `graph`."""
     driver.library.fake_graph(ctypes.c_void_p(graph.handle))
-    return module.launch_of(0x100, work)
+    return module.calls_of(0x100, work)
 
 
 @pytest.mark.parametrize("attributes", [b"", attribute(CLUSTER, 2, 1, 1) + attribute(CLUSTER_SCHEDULING, 1)])
 @pytest.mark.parametrize("by", ["function", "kernel"])
+@pytest.mark.parametrize("buffer", [False, True])
 def test_a_captured_kernel_is_launched_as_it_was_captured(
-    by: str, attributes: bytes, module: Any, driver: FakeDriver
+    buffer: bool, by: str, attributes: bytes, module: Any, driver: FakeDriver
 ) -> None:
     graph, log = Graph.of(PARAMETERS, AT, 0, attributes), list[str]()
     setattr(graph, by, ctypes.addressof(GEMM))
-    name, fields = captured(module, driver, graph, lambda: log.extend(driver.take()))
+    if buffer:
+        graph.in_buffer(len(PARAMETERS))
+    ((kind, name, fields),) = captured(module, driver, graph, lambda: log.extend(driver.take()))
     assert (log, driver.take()) == (["0x100: begin capture 2"], ["0x100: end capture"])
-    assert name == "gemm"
+    assert (kind, name) == (LAUNCH, "gemm")
     assert fields == (ctypes.addressof(GEMM), (4, 2, 3, 32, 1, 2), 512, attributes, PARAMETERS, AT)
     native(module, Segment((TapeEntry(LAUNCH, 0, 1, fields, (), ""),), ()), HANDLES)([])
     numbers = " 4 5" if attributes else ""
@@ -457,12 +499,34 @@ def test_a_captured_kernel_is_launched_as_it_was_captured(
     assert not driver.library.fake_graphs()
 
 
-def test_a_capture_that_is_not_one_kernel_is_refused(module: Any, driver: FakeDriver) -> None:
+def test_fills_and_kernels_of_a_capture_are_issued_in_their_order(module: Any, driver: FakeDriver) -> None:
+    kernels = [Graph.of(PARAMETERS, AT, ctypes.addressof(GEMM)) for _ in range(2)]
+    kernels[1].programmatic = 1
+    fills = [Graph(type=2, set=Set(0x5000 + n, 0, 7, unit, 30, 1)) for n, unit in enumerate((1, 2, 4))]
+    calls = captured(module, driver, Graph.row(*fills, *kernels))
+    assert [kind for kind, _, _ in calls] == [SET] * 3 + [LAUNCH] * 2
+    assert [fields[3] for kind, _, fields in calls if kind == LAUNCH] == [b"", attribute(DEPENDENT, 1)]
+    entries = tuple(TapeEntry(kind, n, 1, fields, (), "") for n, (kind, _, fields) in enumerate(calls))
+    driver.take()
+    native(module, Segment(entries, ()), HANDLES)([])
+    fills_of_log = [f"0x200: set {0x5000 + n:x} to 7 30x{8 << n}" for n in range(3)]
+    launches = [f"0x200: launch 4x32 shared 512 attributes{d} ( 7 10020 map 20000/e 1 )" for d in ("", " 6")]
+    assert driver.take() == fills_of_log + launches
+    for call in range(len(entries)):
+        driver.fail(call)
+        with pytest.raises(DriverError) as problem:
+            native(module, Segment(entries, ()), HANDLES)([])
+        assert problem.value.place == call
+        driver.take()
+
+
+def test_a_capture_that_a_tape_cannot_repeat_is_refused(module: Any, driver: FakeDriver) -> None:
     letters = [ctypes.create_string_buffer(text) for text in (b"", b"?", b"ip?")]
     for changed, reason in (
         ({"nodes": 0}, "it takes 0 steps on the device"),
-        ({"nodes": 2}, "it takes 2 steps on the device"),
-        ({"type": 2}, "its only node in a graph is not a kernel"),
+        ({"nodes": 9}, "it takes 9 steps on the device"),
+        ({"type": 1}, "it is not only kernels and fills of memory"),
+        ({"type": 2, "set": Set(0, 64, 0, 4, 8, 2)}, "it fills rows of memory"),
         ({"type": -1}, "its attributes cannot be read"),
         ({"parameters": None}, "its parameters cannot be read"),
         *(({"function": ctypes.addressof(each)}, "the sizes of its parameters are not known") for each in letters),
@@ -472,12 +536,35 @@ def test_a_capture_that_is_not_one_kernel_is_refused(module: Any, driver: FakeDr
             setattr(graph, name, value)
         with pytest.raises(ValueError, match=reason):
             captured(module, driver, graph)
+    with pytest.raises(ValueError, match="its parameters cannot be read"):
+        captured(module, driver, Graph.of(PARAMETERS, AT, ctypes.addressof(GEMM)).in_buffer(len(PARAMETERS) - 1))
+    unknown = Graph.of(PARAMETERS, AT, ctypes.addressof(GEMM)).in_buffer(len(PARAMETERS))
+    ctypes.c_void_p.from_address(unknown.extra).value = 3  # a kind of entry that CUDA may add
+    with pytest.raises(ValueError, match="its parameters cannot be read"):
+        captured(module, driver, unknown)
     assert not driver.library.fake_graphs()
 
 
-@pytest.mark.parametrize("call", range(8))
+@pytest.mark.parametrize("edges", [(), ((0, 1), (0, 2)), ((0, 2), (1, 2)), ((0, 1),), ((0, 1), (1, 2), (0, 2))])
+def test_nodes_that_are_not_in_a_row_are_refused(
+    edges: Sequence[tuple[int, int]], module: Any, driver: FakeDriver
+) -> None:
+    nodes = [Graph.of(PARAMETERS, AT, ctypes.addressof(GEMM)) for _ in range(3)]
+    graph = Graph.row(*nodes)
+    for node in nodes:
+        node.before[0] = None
+    for one, after in edges:
+        node = nodes[after]
+        node.before[1 if node.before[0] else 0] = nodes[one].handle
+    with pytest.raises(ValueError, match="its steps on the device are not in a row"):
+        captured(module, driver, graph)
+    assert not driver.library.fake_graphs()
+
+
+@pytest.mark.parametrize("call", range(12))
 def test_a_capture_that_fails_is_an_error_of_the_driver(call: int, module: Any, driver: FakeDriver) -> None:
-    graph = Graph.of(PARAMETERS, AT, 0, kernel=ctypes.addressof(GEMM))
+    fill = Graph(type=2, set=Set(0x5000, 0, 0, 4, 30, 1))
+    graph = Graph.row(fill, Graph.of(PARAMETERS, AT, 0, kernel=ctypes.addressof(GEMM)))
     driver.take()
     driver.fail(call)
     with pytest.raises(DriverError, match="an illegal memory access was encountered"):

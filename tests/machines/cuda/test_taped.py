@@ -41,7 +41,7 @@ from hostir.plan.operations import NONE, AllocateOp, CollectiveOp, ComputeOp
 from hostir.plan.unroll import unroll
 from tests.counting import calls_of
 from tests.kernels.hopper import Hopper, hopper, inputs_of
-from tests.machines.cuda.test_native import NO_COMPILER, FakeDriver, Graph, driver, module
+from tests.machines.cuda.test_native import NO_COMPILER, FakeDriver, Graph, Set, driver, module
 
 __all__ = ["driver", "module"]  # fixtures
 pytestmark = NO_COMPILER
@@ -453,12 +453,13 @@ class Products:
         without_out: True if the kernel does not get the address of the result.
         words: the second word of the tensor map, in the first and in the second capture.
         nodes: the number of nodes of a captured graph.
+        split: True if a fill of the workspace and a second kernel belong to the product.
         error: the exception of the second capture.
         captures: the streams of the captures.
     """
 
     number, grid, words, nodes = 7, 4, (0, 0), 1
-    without_out = False
+    without_out = split = False
     error: Exception | None = None
 
     def __init__(self, plan: Any, driver: FakeDriver, module: Any) -> None:
@@ -484,6 +485,9 @@ class Products:
             self.graph = Graph.of(image, offsets, ctypes.addressof(self.kernel))
             self.graph.nodes = self.nodes
             self.graph.sizes[0] = self.grid if second else 4
+            if self.split:
+                fill = Graph(type=2, set=Set(self.words[second], 0, 0, 4, 16, 1))
+                self.graph = Graph.row(fill, self.graph, Graph.of(image, offsets, ctypes.addressof(self.kernel)))
             self.driver.library.fake_graph(ctypes.c_void_p(self.graph.handle))
         else:
             entry = TapeEntry(LAUNCH, 0, 0, (ctypes.addressof(self.kernel), sizes, 512, b"", image, offsets), (), "")
@@ -554,6 +558,25 @@ def test_a_kernel_of_cublas_gets_hostirs_workspace_for_its_stream(
     assert {x.data_ptr() for x in kept[0]} >= {*held.values()}, "a later tape may replace a workspace by a larger one"
 
 
+def test_a_product_of_several_kernels_and_a_fill_of_its_workspace_is_native(
+    gathered: tuple[hi.Program, Any, Products], driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, plan, cublas = gathered
+    cublas.words, cublas.split = (AT_FIRST, AT_SECOND), True
+    held = StandIn.of((LENGTH,), (1,), torch.uint8, plan.machine.device, 0xBEEF000000)
+    monkeypatch.setattr(products, "_workspaces", {})
+    monkeypatch.setattr(products, "outside_pools", lambda device, work: held)
+    for _ in range(3):
+        log = issued(plan, inputs_of(program, 0), driver)
+    text = plan.tapes.latest.text
+    assert "by Python" not in text
+    assert text.count("fill workspace with 0, 64 bytes") == len(plan.in_captures) == 2
+    assert text.count("launch gemm x 24(%a_shared of rank 0+64, %b, %c)") == 2, "the product of this rank's own rows"
+    calls = [line.partition(": ")[2] for line in log if " set " in line or "launch 4x32" in line]
+    fill = f"set {0xBEEF000000 + 256:x} to 0 16x32"
+    assert [call if call == fill else call.split()[0] for call in calls] == [fill, "launch", "launch"] * 2
+
+
 def test_a_tape_with_a_kernel_of_cublas_is_for_one_alignment_within_256_bytes(
     gathered: tuple[hi.Program, Any, Products], driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -592,7 +615,7 @@ def test_a_tape_with_a_kernel_of_cublas_is_for_one_alignment_within_256_bytes(
         ({"words": (AT_FIRST, THIRD + 256)}, "gemm uses other memory .* 72 to 79"),
         ({"grid": 5}, "its kernel or grid depends on the addresses of its operands"),
         ({"without_out": True}, "gemm does not contain the addresses of 1 operands"),
-        ({"nodes": 2}, "it takes 2 steps on the device"),
+        ({"nodes": 9}, "it takes 9 steps on the device"),
         ({"error": RuntimeError("CUDA error\nmore")}, "RuntimeError: CUDA error$"),
         ({"error": HostIRError(Diagnostic("no capture"))}, "no capture"),
         ({"unknown": True}, "an operand is not in a buffer of the program"),
