@@ -122,12 +122,8 @@ def measured(ranks: int, device: torch.device, repeats: int) -> tuple[dict[str, 
     whole = {by_hand: timed(partial(hand, dist.all_gather_into_tensor, torch.mm), repeats, settle)}
     ways = {by_hand: stamps.spans(partial(hand, gather, multiply), repeats, settle)}
     for strategy in ("sequential", "ring", "push"):
-        for name, knobs in (
-            ("from Python", {"native": False}),
-            ("native", {}),
-            ("all native", {"native_products": True, "native_collectives": True}),
-        ):
-            with hi.knobs.scope(**knobs):
+        for name, native in (("from Python", False), ("native", True)):
+            with hi.knobs.scope(native=native):
                 executor = hi.Executor(hi.lower(fusion, strategy))
                 whole[f"{strategy}, {name}"] = timed(partial(executor, a, b), repeats, settle)
             stamped(executor, stamps)

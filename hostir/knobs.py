@@ -32,8 +32,6 @@ __all__ = [
     "KERNELS",
     "KNOBS",
     "NATIVE",
-    "NATIVE_COLLECTIVES",
-    "NATIVE_PRODUCTS",
     "PROFILE",
     "SPEC",
     "SYMMETRIC_LIMIT",
@@ -239,27 +237,9 @@ NATIVE: Knob[bool] = Knob(
     True,
     "1 or 0",
     _truth,
-    "1: native code issues calls on CUDA, from the third call of each shape on. It is built once, by the C compiler "
-    "that Triton needs, too. 0: Python issues all calls, which takes two to three times as long on the host.",
-)
-
-NATIVE_COLLECTIVES: Knob[bool] = Knob(
-    "HOSTIR_NATIVE_COLLECTIVES",
-    False,
-    "1 or 0",
-    _truth,
-    "1: native code also issues all-gathers, reduce-scatters and all-reduces of NCCL that run on the caller's stream. "
-    "If one does not end, hostir ends the process at the timeout of the group, as torch does. This is an experiment: "
-    "it was only tested with a fake NCCL. 0: torch calls NCCL.",
-)
-
-NATIVE_PRODUCTS: Knob[bool] = Knob(
-    "HOSTIR_NATIVE_PRODUCTS",
-    False,
-    "1 or 0",
-    _truth,
-    "1: native code also launches the kernels that cuBLAS chooses for matmuls with 16-bit results. This is an "
-    "experiment: it was only tested with a fake driver. 0: torch calls cuBLAS.",
+    "1: native code issues calls on CUDA, from the third call of each shape on: kernels, copies, and most matmuls by "
+    "cuBLAS and collectives by NCCL. It is built once, by the C compiler that Triton needs, too. 0: Python issues all "
+    "calls, which takes two to three times as long on the host.",
 )
 
 PROFILE: Knob[bool] = Knob(
@@ -284,7 +264,7 @@ TUNE: Knob[float] = Knob(
 
 KNOBS: tuple[Knob[Path | None] | Knob[int] | Knob[int | None] | Knob[float] | Knob[str] | Knob[bool], ...] = (
     *(DUMP, SPEC, TIMEOUT, KEEPALIVE, KERNELS, CACHE, SYMMETRIC_LIMIT, COMPARE_CALLS, NATIVE),
-    *(NATIVE_COLLECTIVES, NATIVE_PRODUCTS, PROFILE, TUNE),
+    *(PROFILE, TUNE),
 )
 
 

@@ -9,7 +9,6 @@ from itertools import pairwise
 import pytest
 import torch
 
-from hostir import knobs
 from hostir.call.executor import Executor
 from hostir.kernels import aten
 from hostir.machines.cuda import machine as cuda
@@ -18,7 +17,7 @@ from tests.gpu.one_device import NAN, alone
 TIMES = 20  # products of a call
 REPLAYS = 100
 SHAPES = ((256, 64, 16, "f32"), (64, 257, 2, "bf16"))
-DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 Matrices = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Replay = Callable[[], object]
 
@@ -103,9 +102,8 @@ def product(shape: tuple[int, int, int], dtype: str, times: int = 1) -> Executor
     m, k, n = shape
     body = f"  %c: {dtype}[{m}, {n}] = allocate\n" + "  matmul %a, %b -> %c\n" * times
     program = alone(body, f"%a: {dtype}[{m}, {k}], %b: {dtype}[{k}, {n}]")
-    with knobs.scope(native_products=True):
-        executor = Executor(program, machine="cuda", kernels="aten")
-        executor(*operands(shape, dtype))
+    executor = Executor(program, machine="cuda", kernels="aten")
+    executor(*operands(shape, dtype))
     return executor
 
 

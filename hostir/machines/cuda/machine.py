@@ -27,7 +27,7 @@ from hostir.kernels.dtypes import torch_dtype
 from hostir.kernels.layout import Words
 from hostir.kernels.repeats import Kernel
 from hostir.kernels.table import kernel_for
-from hostir.knobs import NATIVE, NATIVE_COLLECTIVES, NATIVE_PRODUCTS, PROFILE
+from hostir.knobs import NATIVE, PROFILE
 from hostir.machines.binding import MAX_PLANS, Step
 from hostir.machines.cuda import FEW
 from hostir.machines.cuda.binder import CudaBinder
@@ -78,7 +78,6 @@ class CudaMachine:
         self.cublas_streams: dict[int, CublasStreams] = {}
         self.profiled = PROFILE.get()
         self.launcher = launcher() if NATIVE.get() and not self.profiled else None  # None: Python issues all steps
-        self.products, self.collectives = NATIVE_PRODUCTS.get(), NATIVE_COLLECTIVES.get()
 
     @property
     def native_collectives(self) -> NativeCollectives:
@@ -166,9 +165,8 @@ class CudaPlan:
         self.cursor: Iterator[Step] = iter(self.steps)  # its position says how many steps the latest run has begun
         self.issuing = self.in_python = IssuedSteps.of(self.steps)  # what the latest run issues
         taped = machine.launcher is not None and timeline is None
-        by_native = taped and machine.collectives and binder.recordable
-        collectives = machine.native_collectives if by_native else None
-        self.tapes = Tapes(machine.launcher, machine.products, collectives) if taped else None
+        collectives = machine.native_collectives if taped and binder.recordable else None
+        self.tapes = Tapes(machine.launcher, collectives) if taped else None
         self.in_captures = binder.in_captures  # by position: the steps that a capture issues instead
         self.recordable = binder.recordable  # by position: the NCCL backends of collectives that native code can issue
         self.ops = binder.ops  # the operation of each step

@@ -73,12 +73,11 @@ class Tapes:
 
     Args:
         module: the native launcher.
-        products: True to record products by cuBLAS.
         collectives: the collectives that native code issues for the session; None to leave all collectives to torch.
     """
 
-    def __init__(self, module: Any, products: bool = False, collectives: NativeCollectives | None = None) -> None:
-        self.module, self.products, self.collectives = module, products, collectives
+    def __init__(self, module: Any, collectives: NativeCollectives | None = None) -> None:
+        self.module, self.collectives = module, collectives
         self.unit = ALIGNMENT  # of the keys, in bytes
         self.registers: tuple[int, ...] | None = None  # of the caller's tensors; None before the first run
         self.symmetric = range(0)  # the addresses of this rank's symmetric memory
@@ -89,7 +88,7 @@ class Tapes:
         """Return the steps to issue for the plan's next run. The tensors of the run must be in the plan's registers."""
         if self.registers is None:
             self.registers = (*plan.unrolled.inputs, *(home for home, _ in plan.placed))
-            self.unit = UNIT if self.products and plan.in_captures else ALIGNMENT
+            self.unit = UNIT if plan.in_captures else ALIGNMENT
             own = [register for register, op in plan.unrolled.symmetric.items() if op.rank == plan.unrolled.rank]
             if ranges := ranges_of(plan, own):
                 self.symmetric = range(ranges[0].start, max(each.stop for each in ranges))

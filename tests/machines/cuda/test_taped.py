@@ -506,7 +506,7 @@ def gathered(
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: snapshot)
     program = hi.lower(FUSIONS["gathered"](), "ring")
     plan = gpu.plan(program, 0, "cublas", inputs_of(program, 0))
-    plan.tapes = Tapes(module, products=True)
+    plan.tapes = Tapes(module)
     return program, plan, Products(plan, driver, module)
 
 
