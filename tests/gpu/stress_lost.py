@@ -6,7 +6,8 @@ It starts the ranks itself, because a launcher would end the other ranks; all on
 ranks. `killed_eager`, `killed_replayed`: rank 1 kills itself between two statements of a call, or during a replay; each
 other rank must end within 30 s with a diagnostic that names its statement. `stalled_ring`, `stalled_fused` and
 `stalled_spinning` (a waiting kernel): rank 1 skips a call; the others must end within HOSTIR_TIMEOUT seconds and 10
-more, naming the rank, the statement, and the flag or barrier. The exit code is 1 if a rank does not.
+more, naming the rank, the statement, and the flag or barrier. `killed_nccl`, `stalled_nccl`: the same with a collective
+of NCCL, which native code calls. The exit code is 1 if a rank does not.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ MOST = 30.0  # seconds in which the others must end after a death
 LATE = 10.0  # seconds in which the others must end after the timeout
 STARTING = 240.0  # seconds until rank 1 must reach its last call
 TIMEOUT = 40.0  # longer than a kernel polls flags, which is about 20 s
-STATEMENT = r"error: rank {rank}(?: is ended at|,| stands at) '[^'\n]+'"
+STATEMENT = r"error: rank {rank}(?: is ended at|,| stands at| is ended:) '[^'\n]+'"
 FLAG = r"flag|barrier|for rank 1"
 
 
@@ -58,6 +59,8 @@ CASES = {
     "stalled_ring": Case("ring", "aten", killed=False),
     "stalled_fused": Case("fused", "aten", killed=False),
     "stalled_spinning": Case("fused", "triton", killed=False),
+    "killed_nccl": Case("sequential", "aten", killed=True),
+    "stalled_nccl": Case("sequential", "aten", killed=False),
 }
 
 
@@ -121,8 +124,9 @@ class Ended:
         named = re.search(STATEMENT.format(rank=self.rank), self.output)
         if not named:
             return "does not name its statement"
-        if not case.killed and not re.search(FLAG, self.output[named.start() :]):
-            return "does not name the flag"
+        what, words = ("collective", "allgather") if case.strategy == "sequential" else ("flag", FLAG)
+        if not case.killed and not re.search(words, self.output[named.start() :]):
+            return f"does not name the {what}"
         return ""
 
 
