@@ -84,10 +84,13 @@ class Clock:
         return lambda: start.elapsed_time(end) * 1e3
 
     def host(self, works: Mapping[Name, Callable[[], Any]]) -> dict[Name, float]:
-        """Return the time that the host takes to issue each piece of work. The device is idle when the work begins."""
+        """Return the time that the host takes to issue each piece of work. The device is idle when the work begins.
+
+        The pieces run in turn, because the speed of a host changes within seconds.
+        """
         spans: dict[Name, list[float]] = {name: [] for name in works}
-        for name, work in works.items():
-            for _ in range(CALLS):
+        for _ in range(CALLS):
+            for name, work in works.items():
                 synchronize(self.device)
                 start = time.perf_counter()
                 work()

@@ -69,6 +69,7 @@ STEPS = {"cuda": 40, "cpu": 3}  # steps before a way is timed, so that everythin
 PATIENCE = 300.0  # seconds that a rank waits for another rank, which may be compiling
 LONGEST = 300  # the most characters of the reason why a way failed
 ISSUED, REPLAYED = "issued", "replayed"
+IN_TURN, HOST_IN_TURN = "issued_in_turn", "host_in_turn"
 FUSED = ("hostir::", "symm_mem::fused_")  # prefixes of the names of fused operators
 # The collectives of a block, forward and backward together, by a part of the names of the fused operators. Forward, the
 # block gathers before wq, wk, wv and before w1, w3, and scatters after wo and after w2. Backward, each gather becomes a
@@ -429,18 +430,21 @@ class Bench:
                 forget()
             self.save()
         try:
-            row["in_turn"] = self.attempt("in turn", partial(self.in_turn, kept)) if kept else {}
+            row[IN_TURN], row[HOST_IN_TURN] = self.attempt("in turn", partial(self.in_turn, kept)) if kept else ({}, {})
         except FailedError as failed:
             row["failed"]["in turn"] = str(failed)
         return self.save()
 
-    def in_turn(self, steps: dict[str, Step]) -> dict[str, float]:
-        """Return the times of steps that Python issues in turn, in microseconds. Raises if a step is not of its way."""
+    def in_turn(self, steps: dict[str, Step]) -> tuple[dict[str, float], dict[str, float]]:
+        """Return the times of steps that Python issues in turn, and the host's times, in microseconds.
+
+        Raises if a step is not of its way.
+        """
         with torch.compiler.set_stance("fail_on_recompile"):
-            times = self.clock.race(steps)
+            times, host = self.clock.race(steps), self.clock.host(steps)
             for name, step in steps.items():
                 WAYS[name].check(operators_of(step, self.joined.device), blocks=1)
-        return times
+        return times, host
 
     def figures(self, case: Case, way: Way, step: Step, true: Tensor, base: float) -> dict[str, Any]:
         """Return times, memory, error and operators of a way. Raise FailedError if result or operators are wrong."""
@@ -539,7 +543,8 @@ def report(rows: list[dict[str, Any]]) -> str:
         "way",
         *(f"{column}, {mode}" for mode in (ISSUED, REPLAYED) for column in ("step us", "alone", "exposed")),
     ]
-    headers += ["host us", "issued in turn, us"] if any(row.get("in_turn") for row in rows) else ["host us"]
+    turned = [each for each in (IN_TURN, HOST_IN_TURN) if any(row.get(each) for row in rows)]
+    headers += ["host us", *(each.replace("_", " ") + ", us" for each in turned)]
     headers += ["peak MiB", "error", "fused operators of a step"]
     texts = []
     for row in rows:
@@ -551,10 +556,9 @@ def report(rows: list[dict[str, Any]]) -> str:
                 for time in (way[mode].get("step"), way[mode].get("alone"), exposed(way, mode))
             ]
             line = [name, *("-" if time is None else f"{time:.0f}" for time in times)]
-            turns = row.get("in_turn", {})
             line += [
                 f"{way['host_us']:.0f}",
-                *([f"{turns[name]:.0f}" if name in turns else "-"] if len(headers) == 12 else []),
+                *(f"{row[each][name]:.0f}" if name in row.get(each, {}) else "-" for each in turned),
                 f"{way['bytes'] / 2**20:.0f}",
                 f"{way['error'] / row['error_of_bf16']:.2f}",
             ]

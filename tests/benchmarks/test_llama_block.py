@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from benchmarks.llama_block import HOSTIRS, TORCHS, WAYS, Bench, Case, report
+from benchmarks.llama_block import HOST_IN_TURN, HOSTIRS, IN_TURN, TORCHS, WAYS, Bench, Case, report
 from tests.launch import environment, launch
 
 PASS, PLAIN = "DTensor compiled, hostir's pass", "DTensor compiled"
@@ -60,11 +60,12 @@ def test_steps_are_timed_in_turn_if_their_host_is_compared(tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr[-3000:]
     (row,) = json.loads((tmp_path / "block.json").read_text())["rows"]
     assert row["failed"] == {}
-    assert [*row["in_turn"]] == [PLAIN, "hostir eager", "hostir compiled"]
-    assert all(us > 0 for us in row["in_turn"].values())
+    assert [*row[IN_TURN]] == [*row[HOST_IN_TURN]] == [PLAIN, "hostir eager", "hostir compiled"]
+    assert all(us > 0 for us in (*row[IN_TURN].values(), *row[HOST_IN_TURN].values()))
     header, _, *lines = [line for line in (tmp_path / "block.md").read_text().splitlines() if line.startswith("|")]
-    assert "| issued in turn, us |" in header
-    assert [line.split(" | ")[8] for line in lines] == [f"{us:.0f}" for us in row["in_turn"].values()]
+    assert "| issued in turn, us | host in turn, us |" in header
+    expected = zip(row[IN_TURN].values(), row[HOST_IN_TURN].values(), strict=True)
+    assert [line.split(" | ")[8:10] for line in lines] == [[f"{us:.0f}" for us in each] for each in expected]
 
 
 @pytest.mark.parametrize(

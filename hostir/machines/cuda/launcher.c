@@ -12,10 +12,14 @@
 #include <Python.h>
 
 #include <dlfcn.h>
+#include <pthread.h>
+#include <signal.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
+#include <unistd.h>
 
 #include "cuda.h"
 
@@ -223,6 +227,38 @@ static PyObject *open_nccl(PyObject *module, PyObject *path) {
       find_in(found.library, name, "ncclGetErrorString", &found.ncclGetErrorString))
     return NULL;
   nccl = found;
+  Py_RETURN_NONE;
+}
+
+/* ---- the end of the process */
+
+static struct timespec until_exit;
+
+static void *end_process(void *unused) {
+  (void)unused;
+  nanosleep(&until_exit, NULL);
+  _exit(1);
+}
+
+PyDoc_STRVAR(exit_after_doc, "exit_after(seconds)\n--\n\n"
+                             "End the process with exit code 1 after some seconds, if it has not ended by then.\n\n"
+                             "A thread does this that needs no Python, so it also works while Python ends.");
+
+static PyObject *exit_after(PyObject *module, PyObject *seconds) {
+  (void)module;
+  double wanted = PyFloat_AsDouble(seconds);
+  if (PyErr_Occurred())
+    return NULL;
+  until_exit = (struct timespec){(time_t)wanted, (long)((wanted - (double)(time_t)wanted) * 1e9)};
+  sigset_t all, before;
+  pthread_t thread;
+  sigfillset(&all); /* no signal interrupts the thread */
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  int code = pthread_create(&thread, NULL, end_process, NULL);
+  pthread_sigmask(SIG_SETMASK, &before, NULL);
+  if (code)
+    return PyErr_Format(PyExc_OSError, "no thread can be started: %s", strerror(code));
+  pthread_detach(thread);
   Py_RETURN_NONE;
 }
 
@@ -1021,6 +1057,7 @@ static PyMethodDef functions[] = {
     {"open_nccl", open_nccl, METH_O, open_nccl_doc},
     {"key", key, METH_VARARGS, key_doc},
     {"calls_of", calls_of, METH_VARARGS, calls_of_doc},
+    {"exit_after", exit_after, METH_O, exit_after_doc},
     {NULL, NULL, 0, NULL},
 };
 

@@ -7,6 +7,7 @@ see it, so hostir's watchdog checks that it ends (see `NativeCollectives`).
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
 import time
@@ -42,6 +43,7 @@ BYTES = (1, "bytes")
 LOOK = 1.0  # the most seconds between two looks of the watchdog, unless its process was stopped
 COUNTS = 1024  # the size of the struct Counts in launcher.c, in elements of int64
 STREAMS = 8  # of callers; an executor keeps as many tapes
+ENDING = 5.0  # seconds in which a process ends that exits while a collective is under way
 _memory_of_segments: list[torch.Tensor] = []  # one for each session; a GPU may write to it after the session has ended
 
 
@@ -105,7 +107,17 @@ def library_problem(module: Any, library: str = LIBRARY) -> str:
         module.open_nccl(library)
     except OSError as problem:
         return str(problem)
+    atexit.register(_end_in_time, module)
     return ""
+
+
+def _end_in_time(module: Any) -> None:
+    """End a process that exits in time, even if a collective never ends. Python calls this at its exit.
+
+    While Python exits, CUDA may wait for the device, and so for the collective. torch's watchdog does not know of it.
+    """
+    if any(begun != ended for memory in _memory_of_segments for begun, ended, *_ in memory[:, :2].tolist()):
+        module.exit_after(ENDING)
 
 
 class NativeCollectives:

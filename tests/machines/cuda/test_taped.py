@@ -9,6 +9,8 @@ import ctypes
 import itertools
 import re
 import struct
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -883,6 +885,38 @@ def test_many_runs_may_be_under_way_and_the_oldest_is_named(monkeypatch: pytest.
         for number in range(1, begun + 1):
             counts[2 + number % ring] = 1 if number == 1 else 0
         assert clock.look(native.late, 12)[-1].startswith(named), (begun, ended)
+
+
+EXITING = """
+import ctypes, sys, time
+import torch
+from hostir.machines.cuda import native, nccl
+
+class Waits:
+    def __del__(self, sleep=time.sleep, seconds=float(sys.argv[3])):
+        print("a destructor waits for the device", flush=True)
+        sleep(seconds)
+
+path, begun = sys.argv[1:3]
+nccl.ENDING = 0.5
+library, module = ctypes.CDLL(path), native.build()
+module.open(path, native.DriverError)
+assert nccl.library_problem(module, path) == ""
+collectives = nccl.NativeCollectives(600, torch.device("cpu"))
+assert collectives.watches(0)
+collectives.streams[0].memory[0] = int(begun)
+waits = Waits()
+"""
+
+
+@pytest.mark.parametrize(("begun", "seconds", "code"), [(1, 60, 1), (0, 1, 0), (1, 0, 0)])
+def test_a_process_that_exits_while_a_collective_does_not_end_ends_soon(
+    begun: int, seconds: float, code: int, driver: FakeDriver
+) -> None:
+    """If the collective ends, or nothing waits for it, the process ends as always."""
+    command = [sys.executable, "-c", EXITING, str(driver.path), str(begun), str(seconds)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    assert (done.returncode, done.stdout) == (code, "a destructor waits for the device\n"), done.stderr
 
 
 def test_each_stream_has_its_own_numbers(
