@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from hostir.kernels.dtypes import torch_dtype
 from hostir.kernels.repeats import Kernel
 from hostir.kernels.table import kernel_for
 from hostir.machines.binding import Step, bind_allocate, bind_compute, bind_view
-from hostir.machines.cuda.blocks import BlockSteps
+from hostir.machines.cuda.blocks import BlockSteps, CapturedStep
 from hostir.machines.cuda.context import PlanContext
 from hostir.machines.cuda.copies import CopySteps
 from hostir.machines.cuda.credits import CallBoundary, uses_flags
@@ -70,6 +70,11 @@ class CudaOneSided:
 
 def _apply(function: Callable[[torch.Tensor], None], registers: list[Any], register: int) -> None:
     function(registers[register])
+
+
+def _one_after_another(steps: Sequence[Step]) -> None:
+    for step in steps:
+        step()
 
 
 class BufferFrees:
@@ -266,7 +271,7 @@ class CudaBinder:
             return
         self.check_indices(op)
         if op.ready is not None or op.done is not None:
-            self.here(op, self.flagged.blocks.compute(op))
+            self.add_by_blocks(op, [*self.flagged.blocks.compute(op)])
         else:
             kernel = kernel_for(self.machine.kernels, torch_dtype(op.dtype), op.computation, len(op.operands))
             captured = self.machine.kernel(op)
@@ -276,6 +281,16 @@ class CudaBinder:
                 self.launches.append((op, compute))
             if captured is not kernel:
                 self.in_captures[len(self.steps) - 1] = bind_compute(op, self.context.registers, captured)
+
+    def add_by_blocks(self, op: ComputeOp, steps: Sequence[CapturedStep]) -> None:
+        """Add the steps of a computation that waits for flags or raises flags. A timeline measures them as one step."""
+        if self.timeline:
+            self.here(op, partial(_one_after_another, [captured or step for step, captured in steps]))
+            return
+        for step, captured in steps:
+            self.here(op, step)
+            if captured is not None:
+                self.in_captures[len(self.steps) - 1] = captured
 
     def check_indices(self, op: ComputeOp) -> None:
         """Add steps that check the indices which a kernel of Triton will read, unless an earlier step has checked them.

@@ -5,7 +5,7 @@ Such a computation is one kernel, or one kernel for each block of rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ from hostir.ir.machine import Ready
 from hostir.kernels import aten
 from hostir.kernels.dtypes import torch_dtype
 from hostir.kernels.repeats import Again, Kernel, repeating
-from hostir.kernels.table import kernels_for
+from hostir.kernels.table import kernel_for, kernels_for
 from hostir.knobs import TIMEOUT
 from hostir.machines.binding import Step, bind_compute, completed, compute_block
 from hostir.machines.cuda.context import PlanContext
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from hostir.kernels.flags.signals import CallEnd
 
 SECONDS_PER_POLL = 1e-6  # a kernel's poll takes a round trip to the L2 cache
+# A step, and the step that a capture issues instead; None if a capture issues the same step.
+CapturedStep = tuple[Step, Step | None]
 
 
 class BlockSteps:
@@ -46,13 +48,13 @@ class BlockSteps:
         self.call = call
         self.behind_products = behind_products
 
-    def compute(self, op: ComputeOp) -> Step:
-        """Return the step of a computation that waits for flags or raises flags.
+    def compute(self, op: ComputeOp) -> Iterator[CapturedStep]:
+        """Yield the steps of a computation that waits for flags or raises flags.
 
-        If there is a kernel that polls and raises flags, the step launches it. Otherwise the step launches one kernel
-        for each block. There is one exception: a computation without `own_rows` that directly follows this rank's
-        copies by SMs. Such a computation could not start much before its last block is ready. So the step makes the
-        stream wait for all blocks, and then launches one kernel.
+        If there is a kernel that polls and raises flags, a step launches it. Otherwise the steps launch one kernel for
+        each block. There is one exception: a computation without `own_rows` that directly follows this rank's copies by
+        SMs. Such a computation could not start much before its last block is ready. So the stream waits for all blocks,
+        and then runs one kernel.
         """
         kernel = kernels_for(self.context.kernels, torch_dtype(op.dtype)).get(f"{op.computation}_by_blocks")
         end = self.call.end_within(op) if kernel is not None and op.computation in ENDING else None
@@ -60,10 +62,11 @@ class BlockSteps:
             op = replace(op, ready=replace(op.ready, overlapped_sms=0))
         ready = op.ready
         if kernel is not None:
-            return self.in_one_kernel(op, kernel, end)
-        if ready is not None and ready.overlapped_sms and ready.own_rows is None and op.done is None:
-            return self.after_all_blocks(op, ready)
-        return self.by_blocks(op)
+            yield self.in_one_kernel(op, kernel, end), None
+        elif ready is not None and ready.overlapped_sms and ready.own_rows is None and op.done is None:
+            yield from self.after_all_blocks(op, ready)
+        else:
+            yield from self.by_blocks(op)
 
     def in_one_kernel(self, op: ComputeOp, kernel: Kernel, end: CallEnd | None) -> Step:
         registers, out, operands, options = self.context.registers, op.out, op.operands, dict(op.options)
@@ -104,47 +107,43 @@ class BlockSteps:
         done = op.done
         return None if done is None else DoneFlags(self.context.registers[done.flags], done.epoch, done.first)
 
-    def after_all_blocks(self, op: ComputeOp, ready: Ready) -> Step:
+    def after_all_blocks(self, op: ComputeOp, ready: Ready) -> Iterator[CapturedStep]:
         place, flags = self.flags.place(ready.flags), self.flags
         addresses = [flags.address(place, block, flags.rank) for block in range(ready.blocks)]
-        wait = self.context.on(op.stream, in_batches([wait_at_least(each, ready.epoch) for each in addresses]))
-        compute = bind_compute(op, self.context.registers, self.context.kernel(op))
-        if self.context.in_triton(op):
-            self.context.launching(op, compute)
+        yield self.context.on(op.stream, in_batches([wait_at_least(each, ready.epoch) for each in addresses])), None
+        yield self.launched(op, partial(bind_compute, op, self.context.registers))
 
-        def step() -> None:
-            wait()
-            compute()
-
-        return step
-
-    def by_blocks(self, op: ComputeOp) -> Step:
-        """Return the step that computes an operation block by block.
+    def by_blocks(self, op: ComputeOp) -> Iterator[CapturedStep]:
+        """Yield the steps that compute an operation block by block.
 
         The stream waits for the flags of a block before it computes the block. Then it raises the flags of the rows
         that are now complete.
         """
-        context, kernel, ready, done = self.context, self.context.kernel(op), op.ready, op.done
+        context, ready, done = self.context, op.ready, op.done
         order = ready.order if ready is not None else done.order if done is not None else ()
-        blocks, computed, steps = len(order), set[int](), list[Step]()
+        blocks, computed = len(order), set[int]()
         for block in order:
             slots = [] if ready is None else self.flags.needed(ready, block)
             if ready is not None and slots:
-                steps.append(context.on(op.stream, self.flags.wait_all(ready.flags, slots, ready.epoch)))
-            steps.append(partial(compute_block, op, context.registers, kernel, block, blocks, self.add_up))
-            if context.in_triton(op):
-                context.launching(op, steps[-1])
+                yield context.on(op.stream, self.flags.wait_all(ready.flags, slots, ready.epoch)), None
+
+            def compute(kernel: Kernel, block: int = block) -> Step:
+                return partial(compute_block, op, context.registers, kernel, block, blocks, self.add_up)
+
+            yield self.launched(op, compute)
             computed.add(block)
             if done is not None and (raised := completed(done, block, blocks, computed)):
                 place, rank = self.flags.place(done.flags), self.flags.rank
                 writes = [write(self.flags.address(place, slot, rank), done.epoch) for slot in raised]
-                steps.append(context.on(op.stream, in_batches(writes)))
+                yield context.on(op.stream, in_batches(writes)), None
 
-        def step() -> None:
-            for each in steps:
-                each()
-
-        return step
+    def launched(self, op: ComputeOp, compute: Callable[[Kernel], Step]) -> CapturedStep:
+        """Return the step that calls a computation's kernel, and the one for captures. `compute` makes both."""
+        kernel = kernel_for(self.context.kernels, torch_dtype(op.dtype), op.computation, len(op.operands))
+        captured, step = self.context.kernel(op), compute(kernel)
+        if self.context.in_triton(op):
+            self.context.launching(op, step)
+        return step, compute(captured) if captured is not kernel else None
 
     def add_up(self, out: torch.Tensor, parts: Sequence[torch.Tensor], *, activation: str) -> None:
         aten.add_up(out, parts, activation=activation)

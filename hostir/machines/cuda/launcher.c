@@ -24,7 +24,7 @@
 #include "cuda.h"
 
 #define MAX_ATTRIBUTES 5
-#define MAX_NODES 8 /* of a captured product */
+#define MAX_NODES 32 /* of a captured product */
 #define STACK 65536 /* bytes that a call of cuBLAS may use */
 #define ALIGNMENT 64 /* of a CUtensorMap */
 #define RING 1022

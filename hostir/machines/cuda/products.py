@@ -105,7 +105,8 @@ def record_product(plan: CudaPlan, number: int, module: Any, writer: TapeWriter)
     """
     op, registers = plan.ops[number], plan.registers
     assert isinstance(op, ComputeOp)
-    operands: Matrices = {i: registers[i] for i in (op.out, *op.operands) if i != NONE}
+    own_rows = NONE if op.ready is None or op.ready.own_rows is None else op.ready.own_rows
+    operands: Matrices = {i: registers[i] for i in (op.out, *op.operands, own_rows) if i != NONE}
     if reason := refusal(op, operands):
         return reason
     try:
@@ -153,6 +154,8 @@ def calls_for_any(
     calls depend on anything else.
     """
     step, streams, registers = plan.steps[number], streams_of_captures(plan.machine.device), plan.registers
+    op = plan.ops[number]
+    assert isinstance(op, ComputeOp)
     calls = calls_of(step, streams[0], module)
     moved = elsewhere(operands)
     for register, x in moved.items():
@@ -177,11 +180,11 @@ def calls_for_any(
         other[at : at + 8] = expected[at : at + 8]
     if different := [at for at, (one, two) in enumerate(zip(other, expected, strict=True)) if one != two]:
         raise ValueError(f"{name} depends on more than addresses (parameter bytes {different[0]} to {different[-1]})")
-    if missing := {*operands} - {register for _, register, _ in found}:
-        raise ValueError(f"{name} does not contain the addresses of {len(missing)} operands")
+    if op.out not in {register for _, register, _ in found}:
+        raise ValueError(f"{name} does not contain the address of the result")
     mine = bytearray(image)
     if foreign:
-        memory = workspace(plan.machine.device, plan.streams[plan.ops[number].stream].cuda_stream, size)
+        memory = workspace(plan.machine.device, plan.streams[op.stream].cuda_stream, size)
         for at, offset in zip(foreign, offsets, strict=True):
             struct.pack_into("<Q", mine, at, memory.data_ptr() + offset)
     begin = 0

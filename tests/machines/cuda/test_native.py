@@ -524,7 +524,7 @@ def test_a_capture_that_a_tape_cannot_repeat_is_refused(module: Any, driver: Fak
     letters = [ctypes.create_string_buffer(text) for text in (b"", b"?", b"ip?")]
     for changed, reason in (
         ({"nodes": 0}, "it takes 0 steps on the device"),
-        ({"nodes": 9}, "it takes 9 steps on the device"),
+        ({"nodes": 33}, "it takes 33 steps on the device"),
         ({"type": 1}, "it is not only kernels and fills of memory"),
         ({"type": 2, "set": Set(0, 64, 0, 4, 8, 2)}, "it fills rows of memory"),
         ({"type": -1}, "its attributes cannot be read"),

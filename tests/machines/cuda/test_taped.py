@@ -34,12 +34,12 @@ from hostir.kernels import devices, parameters
 from hostir.kernels.devices import StandIn
 from hostir.kernels.matmul.prepared import MatmulLaunch
 from hostir.kernels.parameters import TAPING, KernelLaunch
-from hostir.machines.binding import places
+from hostir.machines.binding import bind_compute, places
 from hostir.machines.cuda import blocks, copies, credits, flags, machine, native, nccl, products, streams, taped
 from hostir.machines.cuda import driver as cuda_driver
 from hostir.machines.cuda.tape import LAUNCH, Segment, TapeEntry, TapeWriter
 from hostir.machines.cuda.taped import IssuedSteps, Tapes
-from hostir.plan.operations import NONE, AllocateOp, CollectiveOp, ComputeOp
+from hostir.plan.operations import NONE, AllocateOp, CollectiveOp
 from hostir.plan.unroll import unroll
 from tests.counting import calls_of
 from tests.kernels.hopper import Hopper, hopper, inputs_of
@@ -470,11 +470,16 @@ class Products:
         self.captures: list[Stream] = []
         self.graph: Graph | None = None
         for n in plan.in_captures:
-            plan.steps[n] = partial(self.product, plan.ops[n])
+            step = plan.steps[n]
+            if isinstance(step, partial):  # computes a block of rows
+                op, registers, _, *block = step.args
+                plan.steps[n] = partial(step.func, op, registers, self.product, *block)
+            else:
+                plan.steps[n] = bind_compute(plan.ops[n], plan.registers, self.product)
 
-    def product(self, op: ComputeOp) -> None:
+    def product(self, *matrices: torch.Tensor, **options: object) -> None:
         torch.zeros(1)  # torch issues it
-        left, right, out = (self.plan.registers[i].data_ptr() for i in (*op.operands, op.out))
+        out, left, right = (x.data_ptr() for x in matrices)
         second = Current.stream is STREAMS[2]
         number, end = self.number if second else 7, 0 if self.without_out else out
         word = self.words[second]
@@ -496,17 +501,19 @@ class Products:
             native.native(self.module, Segment((entry,), ()), (Current.stream.cuda_stream,))([])
 
 
-@pytest.fixture
+@pytest.fixture(params=["ring"])
 def gathered(
-    gpu: Hopper, driver: FakeDriver, module: Any, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, gpu: Hopper, driver: FakeDriver, module: Any, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[hi.Program, Any, Products]:
-    """An all-gather + matmul by `ring` and cuBLAS, whose products native code may launch."""
+    """An all-gather + matmul by cuBLAS, whose products native code may launch. The parameter is the strategy."""
     monkeypatch.setattr(torch.cuda, "stream", OnStream)
     monkeypatch.setattr(products, "streams_of_captures", lambda device: (STREAMS[1], STREAMS[2]))
     monkeypatch.setattr(products, "cuda_driver", lambda: driver.library)
     snapshot = [each | {"stream": STREAMS[each["stream"]].cuda_stream} for each in SNAPSHOT]
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: snapshot)
-    program = hi.lower(FUSIONS["gathered"](), "ring")
+    slices = 2 if request.param == "ring" else 1
+    fusion = patterns.allgather_matmul(2, S=slices, M=4096, K=8192, N=3584, dtype="bf16")
+    program = hi.lower(fusion, request.param)
     plan = gpu.plan(program, 0, "cublas", inputs_of(program, 0))
     plan.tapes = Tapes(module)
     return program, plan, Products(plan, driver, module)
@@ -529,6 +536,24 @@ def test_native_code_launches_the_kernels_of_cublas_for_any_addresses(
     assert "by Python" not in text
     assert "stream 1: launch gemm x 24(%a_shared of rank 0+64, %b, %c)" in text
     assert len(plan.tapes.latest.steps) == 2, "an allocation and a segment"
+
+
+@pytest.mark.parametrize(
+    ("gathered", "read"),
+    [("fused", ["%a+64", "%a_full of rank 0+33554496"]), ("push", ["%a_full of rank 0+64"])],
+    indirect=["gathered"],
+)
+def test_products_that_wait_for_their_rows_are_native(
+    gathered: tuple[hi.Program, Any, Products], read: Sequence[str], driver: FakeDriver
+) -> None:
+    """A fused program computes block by block: its own rows, and then the rows that a peer sends."""
+    program, plan, cublas = gathered
+    logs = [issued(plan, inputs_of(program, 0), driver) for _ in range(5)]
+    assert sum("launch 4x32 shared 512" in line for line in logs[0]) == len(plan.in_captures) == len(read)
+    assert all(relative(work_in(log)) == relative(logs[0]) for log in logs)
+    text = plan.tapes.latest.text
+    assert "by Python" not in text
+    assert re.findall(r"launch gemm x 24\((.*?),", text) == read
 
 
 def test_a_kernel_of_cublas_gets_hostirs_workspace_for_its_stream(
@@ -616,8 +641,8 @@ def test_a_tape_with_a_kernel_of_cublas_is_for_one_alignment_within_256_bytes(
         ({"words": (AT_FIRST, 0xABCD00900000)}, "gemm uses other memory .* 72 to 79"),
         ({"words": (AT_FIRST, THIRD + 256)}, "gemm uses other memory .* 72 to 79"),
         ({"grid": 5}, "its kernel or grid depends on the addresses of its operands"),
-        ({"without_out": True}, "gemm does not contain the addresses of 1 operands"),
-        ({"nodes": 9}, "it takes 9 steps on the device"),
+        ({"without_out": True}, "gemm does not contain the address of the result"),
+        ({"nodes": 33}, "it takes 33 steps on the device"),
         ({"error": RuntimeError("CUDA error\nmore")}, "RuntimeError: CUDA error$"),
         ({"error": HostIRError(Diagnostic("no capture"))}, "no capture"),
         ({"unknown": True}, "an operand is not in a buffer of the program"),
