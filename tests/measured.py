@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.harness import table
-from benchmarks.llama_block import ISSUED, REPLAYED, exposed
+from benchmarks.llama_block import IN_TURN, ISSUED, REPLAYED, exposed
 from benchmarks.scores import cell, cells, in_order
 from benchmarks.steps_chart import cases
 
@@ -28,10 +28,11 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "check": ("check",),
     "compiling": ("compiling",),
     "differential": ("differential", "differential_fp8"),
+    "host_timeline": ("host_timeline",),
     "hosts": ("hosts",),
     "judge": ("judge",),
     "generate": ("generate",),
-    "llama_block": ("llama_block", "llama_block_sizes"),
+    "llama_block": ("llama_block", "llama_block_sizes", "llama_block_issued"),
     "losses": ("losses_100M",),
     "matmul": ("matmul", "fp8_matmul"),
     "matmul_all_reduce": ("matmul_all_reduce", "decode"),
@@ -56,7 +57,6 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 OTHERS = {
     "chart": "draws the results of other benchmarks",
     "chosen": "summarizes several runs of the comparisons; there are no three runs yet",
-    "host_timeline": "draws what the host does during a call; it has not been run on GPUs yet",
     "on_eight": "runs other benchmarks; it has not been run on 8 GPUs",
     "steps_chart": "draws the results of `train`, `llama_block` and `generate`",
     "profile": "draws [pictures](../../docs/images) of kernels",
@@ -202,9 +202,11 @@ def blocks(data: dict[str, Any]) -> str:
             times = [t for mode in (ISSUED, REPLAYED) for t in (way[mode].get("step"), exposed(way, mode))]
             ran = ", ".join(f"{n} {operator}" for operator, n in sorted(way["operators"].items()))
             case = f"{row['model']}, {row['tokens']} tokens"
-            lines.append([f"{case}: {name}", *(cell(t, 0) for t in times), cell(way["host_us"], 0), ran or "-"])
+            turns = [cell(row[IN_TURN][name], 0)] if row.get(IN_TURN) else []
+            lines.append([f"{case}: {name}", *(cell(t, 0) for t in times), cell(way["host_us"], 0), *turns, ran or "-"])
     headers = [f"{what}, {mode}" for mode in (ISSUED, REPLAYED) for what in ("step us", "exposed us")]
-    return table(["way", *headers, "host us", "fused operators of a step"], lines)
+    turned = ["step us, issued in turn"] if any(row.get(IN_TURN) for row in data["rows"]) else []
+    return table(["way", *headers, "host us", *turned, "fused operators of a step"], lines)
 
 
 def trained(data: dict[str, Any]) -> str:
@@ -257,6 +259,7 @@ TABLES: Mapping[str, Callable[[dict[str, Any]], str]] = {
     "generate": generated,
     "llama_block": blocks,
     "llama_block_sizes": blocks,
+    "llama_block_issued": blocks,
     "train": trained,
     "overhead": hosts,
     "regret": regrets,

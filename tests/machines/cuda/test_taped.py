@@ -547,7 +547,7 @@ def test_products_that_wait_for_their_rows_are_native(
     gathered: tuple[hi.Program, Any, Products], read: Sequence[str], driver: FakeDriver
 ) -> None:
     """A fused program computes block by block: its own rows, and then the rows that a peer sends."""
-    program, plan, cublas = gathered
+    program, plan, _ = gathered
     logs = [issued(plan, inputs_of(program, 0), driver) for _ in range(5)]
     assert sum("launch 4x32 shared 512" in line for line in logs[0]) == len(plan.in_captures) == len(read)
     assert all(relative(work_in(log)) == relative(logs[0]) for log in logs)
