@@ -9,11 +9,13 @@ A trial is a series of duels. The champion, at first the candidate with the shor
 after another. Both run in turn, in the order A B B A A B, and the one with the smaller cost stays. The loser gives up
 its memory, so at most two candidates hold memory at a time.
 
-On CUDA the timed runs are replays of a CUDA graph, and the ranks meet on the device before each run. So the times
-contain no delays of the host. The time of the host is measured separately, in calls without a graph. The cost of a
-candidate is the time of the device; if the host takes longer, half of the difference is added. This lies between the
-cost of replays, for which the host hardly counts, and the cost of calls for which the device must wait. If the costs of
-two candidates are nearly equal, the time of the device counts once more: the caller may capture later calls.
+On CUDA the timed runs are replays of a CUDA graph, and also calls, unless they take long. The device is busy until a
+run is issued, and then the ranks meet on the device. So the times contain no delays of the host. A call can be faster
+than its replay, or slower, by some 10 us: the time of a candidate is the shorter of the two. The time in which the host
+issues a call is measured, too. The cost of a candidate is the time of the device; if the host takes longer, a part of
+the difference is added. This lies between the cost of replays, for which the host hardly counts, and the cost of calls
+for which the device must wait. If the costs of two candidates are nearly equal, the time of replays counts once more:
+the caller may capture later calls.
 
 Calls that are started asynchronously run the candidate that is the fastest in plain calls. Their time is not measured,
 because it depends on the work that they overlap.
@@ -34,6 +36,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple
 from math import isfinite, nan
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -53,7 +56,9 @@ from hostir.machines.cuda.uses import release
 WARM = {"cpu": 1, "cuda": 4}  # untimed calls; on CUDA, native code or a CUDA graph issues calls from the fourth on
 ROUNDS = {"cpu": 5, "cuda": 15}  # timed runs of each candidate in a duel
 NEAR = 0.05  # costs that differ by at most this share are nearly equal
-ISSUED = 7  # calls on CUDA for which the time of the host is measured
+ISSUED = 7  # calls on CUDA for which the time of the host is measured, if the timed runs contain no calls
+HOST = 0.25  # the part of the time that counts if the host takes longer than the device; callers may capture calls
+SHORT = 500.0  # microseconds; for runs that take longer, it does not matter whether they are replays or calls
 COMPILING = 20.0  # seconds that all trials of a fusion together may take to plan and compile challengers
 PATIENCE = 600.0  # seconds that ranks wait for a rank that compiles kernels of a candidate
 SHOWN_AFTER = 1.0  # seconds after which a trial shows its progress at a terminal
@@ -89,7 +94,10 @@ class Trial:
         self.progress = TrialState(rivals[0].candidate, rivals=len(rivals))
         self.began = time.monotonic()
         self.seconds = 0.0  # the time that the trial has taken on the slowest rank, without the making of plans
-        self.runs: dict[Candidate, Callable[[], object]] = {}  # runs each candidate that holds memory
+        # The ways to run each candidate that holds memory: a replay and a call, or a call.
+        self.runs: dict[Candidate, list[Callable[[], object]]] = {}
+        self.short = self.estimates[rivals[0].candidate] <= SHORT
+        self.fastest: dict[Candidate, float] = {}  # the device's time for the fastest way, in microseconds
         self.inputs: Sequence[Any] = ()  # the inputs of the calls in the trial
         self.host: dict[Candidate, float] = {}  # the host's time for a call on the slowest rank, in microseconds
 
@@ -233,7 +241,7 @@ class Trial:
                 graph.replay()
                 return results  # so that the memory that the graph writes is not freed while the graph exists
 
-            self.runs[candidate] = replay
+            self.runs[candidate] = [replay, call] if self.short else [replay]
 
         results[:] = executor(*inputs, out=out)
         for _ in range(WARM[self.device] - 1):
@@ -244,54 +252,62 @@ class Trial:
             self.host[candidate] = statistics.median(_timed(call) for _ in range(ISSUED))
             executor.synchronize()
         if self.device == "cpu" or self._attempted(record)[0]:  # some cannot be captured: then calls are timed
-            self.runs[candidate] = call
+            self.runs[candidate] = [call]
 
     def _compared(self, challenger: Candidate) -> str:
         """Let a challenger meet the champion. Return a reason if there is no result, else an empty text."""
         best = self.progress.best
         medians = self._duel(best, challenger)
-        if not all(us > 0 for us in medians.values()):  # NaN is not greater than 0 either
+        if not all(us > 0 for by_way in medians.values() for us in by_way):  # NaN is not greater than 0 either
             return "its calls could not be timed"
         self._compare(best, challenger, medians)
         return ""
 
-    def _duel(self, *candidates: Candidate) -> dict[Candidate, float]:
-        """Run two candidates in turn. Return their median times in microseconds.
+    def _duel(self, *candidates: Candidate) -> dict[Candidate, list[float]]:
+        """Run two candidates in turn. Return their median times in microseconds, one for each way to run them.
 
-        The time of a run is that of its slowest rank. The time of a candidate without times is NaN.
+        The time of a run is that of its slowest rank. The time of a way without times is NaN.
         """
         began = time.monotonic()
-        laps: list[tuple[Candidate, Lap]] = []
+        laps: list[tuple[Candidate, int, Lap]] = []
+        issuing: dict[Candidate, list[float]] = {candidate: [] for candidate in candidates}  # calls, besides replays
         for n in range(ROUNDS[self.device]):
             for candidate in candidates if n % 2 == 0 else reversed(candidates):
-                lap = self.stopwatch.start()
-                self.runs[candidate]()
-                lap.stop()
-                laps.append((candidate, lap))
+                for way, run in enumerate(self.runs[candidate]):
+                    lap = self.stopwatch.start()
+                    us = _timed(run)
+                    lap.stop()
+                    laps.append((candidate, way, lap))
+                    issuing[candidate] += [us] if way else []
         for candidate in candidates:
             self.execute(candidate).synchronize()
-        times = [us if isfinite(us := lap.us()) else None for _, lap in laps]
+        # The speed of a host changes within seconds: these times are better than those of `_begin`.
+        self.host |= {candidate: statistics.median(us) for candidate, us in issuing.items() if us}
+        times = [us if isfinite(us := lap.us()) else None for *_, lap in laps]
         host = [self.host[candidate] for candidate in candidates]
         answers = self._exchange([times, host, time.monotonic() - began])
-        slowest: dict[Candidate, list[float]] = {candidate: [] for candidate in candidates}
-        for i, (candidate, _) in enumerate(laps):
+        slowest: dict[Candidate, list[list[float]]] = {each: [[] for _ in self.runs[each]] for each in candidates}
+        for i, (candidate, way, _) in enumerate(laps):
             known = [us for by_rank, *_ in answers if (us := by_rank[i]) is not None]
-            slowest[candidate] += [max(known)] if known else []
+            slowest[candidate][way] += [max(known)] if known else []
         for i, candidate in enumerate(candidates):
             self.host[candidate] = max(by_rank[i] for _, by_rank, _ in answers)
         self.seconds += max(seconds for *_, seconds in answers)
-        return {candidate: statistics.median(us or [nan]) for candidate, us in slowest.items()}
+        return {each: [statistics.median(us or [nan]) for us in by_way] for each, by_way in slowest.items()}
 
-    def _compare(self, champion: Candidate, challenger: Candidate, medians: Mapping[Candidate, float]) -> None:
+    def _compare(
+        self, champion: Candidate, challenger: Candidate, medians: Mapping[Candidate, Sequence[float]]
+    ) -> None:
         """Make the candidate with the smaller cost the champion.
 
         The champion's time differs a little from duel to duel. All times are relative to its time in the first duel.
         """
-        times, replays = self.progress.times, self.progress.replays
-        replays.setdefault(champion, medians[champion])
-        replays[challenger] = medians[challenger] * replays[champion] / medians[champion]
+        times, replays, fastest = self.progress.times, self.progress.replays, self.fastest
+        for known, of in ((replays, itemgetter(0)), (fastest, min)):
+            known.setdefault(champion, of(medians[champion]))
+            known[challenger] = of(medians[challenger]) * known[champion] / of(medians[champion])
         for candidate in (champion, challenger):
-            times[candidate] = replays[candidate] + max(self.host[candidate] - replays[candidate], 0.0) / 2
+            times[candidate] = fastest[candidate] + HOST * max(self.host[candidate] - fastest[candidate], 0.0)
         ratio = times[challenger] / times[champion]
         if abs(ratio - 1) <= NEAR:
             ratio *= replays[challenger] / replays[champion]
@@ -305,7 +321,7 @@ class Trial:
         """
         best, compiling = self.progress.best, self.ranges.compiling
         us = self.progress.replays.get(best, self.estimates[best])
-        runs = WARM[self.device] + ROUNDS[self.device]
+        runs = WARM[self.device] + ROUNDS[self.device] * max(map(len, self.runs.values()), default=1)
         needed = (self.estimates[challenger] / self.estimates[best] * us + us) * runs / 1e6
         if self.seconds + needed > self.budget:
             return f"not tried: HOSTIR_TUNE allows trials {self.budget:g} s"

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from math import isnan, nan
+from types import SimpleNamespace
+
 import pytest
 
+from hostir.choice import trials
 from hostir.choice.choices import Candidate, TrialState
 from hostir.choice.trials import Trial
 
@@ -16,18 +21,76 @@ CHAMPION, CHALLENGER = Candidate("ring", 1, "triton"), Candidate("push", 1, "tri
         ((20.0, 19.0), (10.0, 10.0), True),  # the host does not count: it is faster
         ((19.0, 20.0), (10.0, 10.0), False),
         ((20.0, 20.0), (10.0, 10.0), False),  # equal: the candidate with the shorter estimate stays
-        ((20.0, 18.0), (30.0, 60.0), False),  # costs of 25 and 39 us
-        ((18.0, 20.0), (60.0, 30.0), True),
-        ((15.0, 20.0), (35.0, 29.0), False),  # 25 and 24.5: nearly equal, and the device decides
-        ((20.0, 15.0), (29.0, 36.0), True),  # 24.5 and 25.5
-        ((20.0, 19.4), (30.0, 32.85), False),  # 25 and 26.1: the device does not outweigh the cost
+        ((20.0, 18.0), (30.0, 70.0), False),  # costs of 22.5 and 31 us
+        ((18.0, 20.0), (70.0, 30.0), True),
+        ((18.0, 20.0), (38.0, 30.0), False),  # 23 and 22.5: nearly equal, and the device decides
+        ((20.0, 18.0), (30.0, 40.0), True),  # 22.5 and 23.5
+        ((20.0, 19.8), (30.0, 34.6), False),  # 22.5 and 23.5: the device does not outweigh the cost
     ],
 )
 def test_the_cost_decides_and_if_costs_are_nearly_equal_the_device_counts_once_more(
     device: tuple[float, float], host: tuple[float, float], wins: bool
 ) -> None:
+    assert won([(us,) for us in device], host) is wins
+
+
+@pytest.mark.parametrize(
+    ("champion", "challenger", "wins"),
+    [
+        ((86.0, 84.0), (87.0, 77.0), True),
+        ((87.0, 77.0), (86.0, 84.0), False),
+        ((84.0, 86.0), (77.0, 90.0), True),
+        ((80.0, 90.0), (81.0, 80.0), False),  # equal: the replay decides
+    ],
+)
+def test_the_time_of_the_device_is_that_of_a_replay_or_of_a_call(
+    champion: tuple[float, float], challenger: tuple[float, float], wins: bool
+) -> None:
+    assert won([champion, challenger], (10.0, 10.0)) is wins
+
+
+def won(device: Sequence[Sequence[float]], host: Sequence[float]) -> bool:
+    """Return True if the challenger wins, with these times of the champion and of the challenger."""
     trial = object.__new__(Trial)
-    trial.progress = TrialState(CHAMPION)
+    trial.progress, trial.fastest = TrialState(CHAMPION), {}
     trial.host = dict(zip((CHAMPION, CHALLENGER), host, strict=True))
     trial._compare(CHAMPION, CHALLENGER, dict(zip((CHAMPION, CHALLENGER), device, strict=True)))
-    assert trial.progress.best == (CHALLENGER if wins else CHAMPION)
+    return trial.progress.best == CHALLENGER
+
+
+def test_a_duel_measures_replays_and_calls_and_the_host_in_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    trial, order, clock = object.__new__(Trial), list[str](), [0.0]
+    device = {"replay A": 30.0, "call A": 25.0, "replay B": 28.0, "call B": nan}
+    host = {"replay A": 9.0, "call A": 40.0, "replay B": 9.0, "call B": 50.0}
+
+    class Lap:
+        def stop(self) -> None:
+            self.time = device[order[-1]]
+
+        def us(self) -> float:
+            return self.time
+
+    def run(name: str) -> Callable[[], None]:
+        def issued() -> None:
+            order.append(name)
+            clock[0] += host[name] / 1e6
+
+        return issued
+
+    monkeypatch.setattr(trials.time, "perf_counter", lambda: clock[0])
+    trial.device, trial.seconds, trial.host = "cuda", 0.0, {CHAMPION: 1.0, CHALLENGER: 1.0}
+    trial.runs = {
+        CHAMPION: [run("replay A"), run("call A")],
+        CHALLENGER: [run("replay B"), run("call B")],
+    }
+    trial.stopwatch = SimpleNamespace(start=Lap)  # type: ignore[assignment]
+    trial.execute = lambda candidate: SimpleNamespace(synchronize=lambda: None)  # type: ignore[assignment, return-value]
+    monkeypatch.setattr(Trial, "_exchange", lambda self, mine: [mine, mine])
+    medians = trial._duel(CHAMPION, CHALLENGER)
+    assert medians[CHAMPION] == [30.0, 25.0]
+    assert medians[CHALLENGER][0] == 28.0
+    assert isnan(medians[CHALLENGER][1])
+    assert trial.host == pytest.approx({CHAMPION: 40.0, CHALLENGER: 50.0})
+    once = ["replay A", "call A", "replay B", "call B"]
+    assert order[:8] == once + once[2:] + once[:2]
+    assert len(order) == 4 * trials.ROUNDS["cuda"]
