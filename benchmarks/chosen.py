@@ -1,10 +1,10 @@
 """Show what users get: the regret of the choices of `hi.compile`, over several runs of the comparisons.
 
-    torchrun --standalone --nproc-per-node 2 -m benchmarks.on_eight --only tables --out run1  # three times
-    python -m benchmarks.chosen run1 run2 run3 --out benchmarks/results/2xH100/chosen
+    torchrun --standalone --nproc-per-node 2 -m benchmarks.mlp --runs 3 --out results/mlp  # and other comparisons
+    python -m benchmarks.chosen results/run1 results/run2 results/run3 --out benchmarks/results/2xH100/chosen
 
-Each folder holds the results of one run, which began with an empty cache of choices. Each number of a row is the median
-of the runs. The columns:
+Each folder holds the results of one run. In each run, `hi.compile` begins with an empty cache of choices for each row.
+Each number of a row is the median of the runs. The columns:
 
 - *regret* is the time of the choice of `hi.compile` after its first 64 calls, divided by the time of hostir's fastest
   candidate in the same run, each in its faster mode: the geometric mean over the rows, the maximum, and the share of

@@ -590,27 +590,33 @@ class Bench:
             profiler.export_chrome_trace(str(self.options.profile / f"{name}.json"))
 
     def measure_all(self, rows: Sequence[Row], results: list[Result]) -> list[Row]:
-        """Append the result of each row to `results`; return the rows for which no time was left."""
+        """Append the result of each row to `results`; return the rows for which no time was left.
+
+        With several runs, the results of the first run are appended, and each run has a folder of its own.
+        """
         left = list(rows)
+        runs = [results, *(list[Result]() for _ in range(self.options.runs - 1))]
         while left and not self.is_over(left[0], self.start + self.options.budget, "budget"):
             row = left.pop(0)
-            result = self.attempt(row, "row", "measured", partial(self.measure, row))
-            gc.collect()  # frees graphs and symmetric memory
-            if self.job.device.type == "cuda":
-                torch.cuda.empty_cache()
-            if result is None:
-                continue
-            results.append(result)
-            style = {None: "", True: "green", False: "red"}[result["met"]]
-            self.console.print(line(result), markup=False, style=style)
-            self.save(results, left)
+            for number, run in enumerate(runs, 1):
+                result = self.attempt(row, "row", "measured", partial(self.measure, row))
+                gc.collect()  # frees graphs and symmetric memory
+                if self.job.device.type == "cuda":
+                    torch.cuda.empty_cache()
+                if result is None:
+                    continue
+                run.append(result)
+                style = {None: "", True: "green", False: "red"}[result["met"]]
+                self.console.print(line(result), markup=False, style=style)
+                self.save(run, left, f"run{number}" if len(runs) > 1 else "")
         return left
 
-    def save(self, results: list[Result], left: list[Row]) -> None:
-        """Write the results so far, on rank 0."""
+    def save(self, results: list[Result], left: list[Row], folder: str = "") -> None:
+        """Write the results so far, on rank 0. If `folder` is not empty, write them to this folder next to `out`."""
         out = self.options.out
         if out is None or self.job.rank > 0:
             return
+        out = out.parent / folder / out.name
         name = file_name(out.name, results[0]["ranks"], self.options.dtype)
         data = {"rows": results, "not_measured": [str(row) for row in left]}
         missing = f"\n\nNot measured: {', '.join(map(str, left))}." if left else ""
@@ -641,6 +647,9 @@ def options_parser(description: str | None, benchmark: str, *, without: Sequence
     )
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--repeats", type=int, default=30, help="timed runs of each candidate (default: %(default)s)")
+    parser.add_argument(
+        "--runs", type=int, default=1, help="runs of each row, in folders run1, run2, ... next to OUT (%(default)s)"
+    )
     parser.add_argument("--budget", type=float, default=240, help="seconds after which no row is started (%(default)s)")
     parser.add_argument(
         "--row-seconds", type=float, default=60, help="seconds after which no candidate of a row is made (%(default)s)"

@@ -60,6 +60,7 @@ RUNS = {
     "decoder_2": "matmul_all_reduce --decode --layers 3 --rows 70B:64 --only push",
     "mlp_2": "mlp --rows 8B:2048 --only sequential,fused",
     "mlp_gated_2": "mlp --rows 8B:2048 --only sequential,fused --gated",
+    "mlp_twice_2": "mlp --rows 8B:2048 --only sequential --runs 2",
     "reshard_2": "reshard --only sequential,push --rows reduce_scatter,all_gather,all_reduce:64",
     "all_reduce_norm_2": "all_reduce_norm --only sequential,push --rows N=4096:64,N=8192:256",
     "all_reduce_norm_fp8_2": "all_reduce_norm --only sequential --rows N=4096:128 --fp8",
@@ -141,6 +142,13 @@ def test_a_full_run_in_which_2_ranks_emulate_8(folder: Path) -> None:
     assert set(rows[0]["times"]) == {str(way) for way in WAYS if way.kernels == "aten"}
     assert right(rows[0]) == {"ring", "fused", "push"}
     assert rows[0]["floor_us"] == max(rows[0]["gemm_us"], rows[0]["copies_us"])
+
+
+@on_ranks
+def test_each_of_several_runs_has_its_folder(folder: Path) -> None:
+    (one,), (other,) = (measured(folder / run, "mlp_twice_2")[0] for run in ("run1", "run2"))
+    assert right(one) == right(other) >= {BY_HAND, COMPILED, "sequential"}
+    assert one["times"] != other["times"]
 
 
 @on_ranks
