@@ -46,7 +46,6 @@ UNIT = 256  # bytes: the choice of cuBLAS may depend on the alignment of an oper
 MEMORY_TYPE, DEVICE = 2, 2  # CU_POINTER_ATTRIBUTE_MEMORY_TYPE and CU_MEMORYTYPE_DEVICE
 Matrices = Mapping[int, torch.Tensor]  # the tensors in registers
 _workspaces: dict[tuple[torch.device, int], torch.Tensor] = {}  # by device and handle of the stream
-_torchs: dict[torch.device, list[tuple[range, range]]] = {}  # torch's workspaces of the two streams of captures
 _recording = threading.RLock()  # held while a product is captured: all threads use the same two streams
 
 
@@ -216,32 +215,18 @@ def in_workspace(
     """
     if not places:
         return 0, []
-    size, found, workspaces = 0, list[int](), set[tuple[range, range]]()
+    segments, known, found = torch.cuda.memory_snapshot(), list[range](), list[int]()
+    captures = streams_of_captures(device)
     for at in places:
-        one, other = (struct.unpack_from("<Q", image, at)[0] for image in images)
-        blocks = blocks_of(one, other, device)
-        workspaces.add(blocks)
-        size, offset = len(blocks[0]), one - blocks[0].start
-        if not size or size != len(blocks[1]) or offset != other - blocks[1].start or len(workspaces) > 1:
+        addresses = [struct.unpack_from("<Q", image, at)[0] for image in images]
+        blocks = [block_of(x, segments, on.cuda_stream) for x, on in zip(addresses, captures, strict=True)]
+        offset, other = (x - block.start for x, block in zip(addresses, blocks, strict=True))
+        sizes = {len(block) for block in blocks}
+        if 0 in sizes or len(sizes) > 1 or offset != other or known not in ([], blocks):
             raise ValueError(f"{name} uses other memory (parameter bytes {at} to {at + 7})")
+        known = blocks
         found.append(offset)
-    return size, found
-
-
-def blocks_of(one: int, other: int, device: torch.device) -> tuple[range, range]:
-    """Return the blocks of torch's memory that contain two addresses, of which each is from one capture.
-
-    A block must belong to the stream of the capture. Else its range is empty.
-    """
-    known = _torchs.setdefault(device, [])
-    for blocks in known:  # a snapshot of much memory takes long, and torch keeps its workspaces
-        if one in blocks[0] and other in blocks[1]:
-            return blocks
-    segments, (first, second) = torch.cuda.memory_snapshot(), streams_of_captures(device)
-    blocks = block_of(one, segments, first.cuda_stream), block_of(other, segments, second.cuda_stream)
-    if all(blocks):
-        known.append(blocks)
-    return blocks
+    return len(known[0]), found
 
 
 def block_of(address: int, segments: Sequence[dict[str, Any]], stream: int) -> range:
