@@ -596,7 +596,8 @@ def main() -> None:
     parser.add_argument("--shrink", type=int, default=1, help="divides the widths, to try it out on a CPU")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     options = parser.parse_args()
-    torch._dynamo.config.recompile_limit = 2 * len(WAYS)  # for `--in-turn`: all ways compile the code of the same block
+    if options.in_turn:  # all ways compile the code of the same block
+        torch._dynamo.config.recompile_limit = 2 * len(WAYS)
     with session(options.device) as joined:
         if joined is None:
             sys.exit("start it with torchrun, one process a GPU")

@@ -9,13 +9,13 @@ A trial is a series of duels. The champion, at first the candidate with the shor
 after another. Both run in turn, in the order A B B A A B, and the one with the smaller cost stays. The loser gives up
 its memory, so at most two candidates hold memory at a time.
 
-On CUDA the timed runs are replays of a CUDA graph, and also calls, unless they take long. The device is busy until a
-run is issued, and then the ranks meet on the device. So the times contain no delays of the host. A call can be faster
-than its replay, or slower, by some 10 us: the time of a candidate is the shorter of the two. The time in which the host
-issues a call is measured, too. The cost of a candidate is the time of the device; if the host takes longer, a part of
-the difference is added. This lies between the cost of replays, for which the host hardly counts, and the cost of calls
-for which the device must wait. If the costs of two candidates are nearly equal, the time of replays counts once more:
-the caller may capture later calls.
+On CUDA the timed runs are replays of a CUDA graph, and also calls, unless they take long. Before each run the device is
+busy for half a millisecond, and then the ranks meet on it. So the time of a run contains no delays of the host, if the
+host issues the run within that time. A call can be faster than its replay, or slower, by some 10 us: the time of a
+candidate is the shorter of the two. The time in which the host issues a call is measured, too. The cost of a candidate
+is the time of the device; if the host takes longer, a part of the difference is added. This lies between the cost of
+replays, for which the host hardly counts, and the cost of calls for which the device must wait. If the costs of two
+candidates are nearly equal, the time of replays counts once more: the caller may capture later calls.
 
 Calls that are started asynchronously run the candidate that is the fastest in plain calls. Their time is not measured,
 because it depends on the work that they overlap.
@@ -59,6 +59,8 @@ NEAR = 0.05  # costs that differ by at most this share are nearly equal
 ISSUED = 7  # calls on CUDA for which the time of the host is measured, if the timed runs contain no calls
 HOST = 0.25  # the part of the time that counts if the host takes longer than the device; callers may capture calls
 SHORT = 500.0  # microseconds; for runs that take longer, it does not matter whether they are replays or calls
+QUEUED = 3  # rounds of a duel that may wait on the device: the host must not wait for room in its queue
+REPLAY, CALL = "replay", "call"  # ways to run a candidate
 COMPILING = 20.0  # seconds that all trials of a fusion together may take to plan and compile challengers
 PATIENCE = 600.0  # seconds that ranks wait for a rank that compiles kernels of a candidate
 SHOWN_AFTER = 1.0  # seconds after which a trial shows its progress at a terminal
@@ -94,8 +96,7 @@ class Trial:
         self.progress = TrialState(rivals[0].candidate, rivals=len(rivals))
         self.began = time.monotonic()
         self.seconds = 0.0  # the time that the trial has taken on the slowest rank, without the making of plans
-        # The ways to run each candidate that holds memory: a replay and a call, or a call.
-        self.runs: dict[Candidate, list[Callable[[], object]]] = {}
+        self.runs: dict[Candidate, dict[str, Callable[[], object]]] = {}  # by way, of each candidate that holds memory
         self.short = self.estimates[rivals[0].candidate] <= SHORT
         self.fastest: dict[Candidate, float] = {}  # the device's time for the fastest way, in microseconds
         self.inputs: Sequence[Any] = ()  # the inputs of the calls in the trial
@@ -241,7 +242,7 @@ class Trial:
                 graph.replay()
                 return results  # so that the memory that the graph writes is not freed while the graph exists
 
-            self.runs[candidate] = [replay, call] if self.short else [replay]
+            self.runs[candidate] = {REPLAY: replay, CALL: call} if self.short else {REPLAY: replay}
 
         results[:] = executor(*inputs, out=out)
         for _ in range(WARM[self.device] - 1):
@@ -252,7 +253,7 @@ class Trial:
             self.host[candidate] = statistics.median(_timed(call) for _ in range(ISSUED))
             executor.synchronize()
         if self.device == "cpu" or self._attempted(record)[0]:  # some cannot be captured: then calls are timed
-            self.runs[candidate] = [call]
+            self.runs[candidate] = {CALL: call}
 
     def _compared(self, challenger: Candidate) -> str:
         """Let a challenger meet the champion. Return a reason if there is no result, else an empty text."""
@@ -269,31 +270,34 @@ class Trial:
         The time of a run is that of its slowest rank. The time of a way without times is NaN.
         """
         began = time.monotonic()
-        laps: list[tuple[Candidate, int, Lap]] = []
-        issuing: dict[Candidate, list[float]] = {candidate: [] for candidate in candidates}  # calls, besides replays
+        laps: list[tuple[Candidate, str, Lap]] = []
+        issuing: dict[Candidate, list[float]] = {candidate: [] for candidate in candidates}
         for n in range(ROUNDS[self.device]):
             for candidate in candidates if n % 2 == 0 else reversed(candidates):
-                for way, run in enumerate(self.runs[candidate]):
+                for way, run in self.runs[candidate].items():
                     lap = self.stopwatch.start()
                     us = _timed(run)
                     lap.stop()
                     laps.append((candidate, way, lap))
-                    issuing[candidate] += [us] if way else []
-        for candidate in candidates:
-            self.execute(candidate).synchronize()
+                    issuing[candidate] += [us] if way == CALL else []
+            if n % QUEUED == 0 or n == ROUNDS[self.device] - 1:
+                for candidate in candidates:
+                    self.execute(candidate).synchronize()
         # The speed of a host changes within seconds: these times are better than those of `_begin`.
         self.host |= {candidate: statistics.median(us) for candidate, us in issuing.items() if us}
         times = [us if isfinite(us := lap.us()) else None for *_, lap in laps]
         host = [self.host[candidate] for candidate in candidates]
         answers = self._exchange([times, host, time.monotonic() - began])
-        slowest: dict[Candidate, list[list[float]]] = {each: [[] for _ in self.runs[each]] for each in candidates}
+        slowest: dict[Candidate, dict[str, list[float]]] = {
+            each: {way: [] for way in self.runs[each]} for each in candidates
+        }
         for i, (candidate, way, _) in enumerate(laps):
             known = [us for by_rank, *_ in answers if (us := by_rank[i]) is not None]
             slowest[candidate][way] += [max(known)] if known else []
         for i, candidate in enumerate(candidates):
             self.host[candidate] = max(by_rank[i] for _, by_rank, _ in answers)
         self.seconds += max(seconds for *_, seconds in answers)
-        return {each: [statistics.median(us or [nan]) for us in by_way] for each, by_way in slowest.items()}
+        return {each: [statistics.median(us or [nan]) for us in by_way.values()] for each, by_way in slowest.items()}
 
     def _compare(
         self, champion: Candidate, challenger: Candidate, medians: Mapping[Candidate, Sequence[float]]

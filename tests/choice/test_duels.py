@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import isnan, nan
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -80,12 +81,18 @@ def test_a_duel_measures_replays_and_calls_and_the_host_in_calls(monkeypatch: py
     monkeypatch.setattr(trials.time, "perf_counter", lambda: clock[0])
     trial.device, trial.seconds, trial.host = "cuda", 0.0, {CHAMPION: 1.0, CHALLENGER: 1.0}
     trial.runs = {
-        CHAMPION: [run("replay A"), run("call A")],
-        CHALLENGER: [run("replay B"), run("call B")],
+        CHAMPION: {trials.REPLAY: run("replay A"), trials.CALL: run("call A")},
+        CHALLENGER: {trials.REPLAY: run("replay B"), trials.CALL: run("call B")},
     }
     trial.stopwatch = SimpleNamespace(start=Lap)  # type: ignore[assignment]
     trial.execute = lambda candidate: SimpleNamespace(synchronize=lambda: None)  # type: ignore[assignment, return-value]
-    monkeypatch.setattr(Trial, "_exchange", lambda self, mine: [mine, mine])
+    other: list[float] = [7.0, 45.0]  # the other rank's host times
+
+    def exchanged(self: Trial, mine: Any) -> list[Any]:
+        times, _, seconds = mine
+        return [mine, [times, other, seconds + 1]]
+
+    monkeypatch.setattr(Trial, "_exchange", exchanged)
     medians = trial._duel(CHAMPION, CHALLENGER)
     assert medians[CHAMPION] == [30.0, 25.0]
     assert medians[CHALLENGER][0] == 28.0
@@ -94,3 +101,59 @@ def test_a_duel_measures_replays_and_calls_and_the_host_in_calls(monkeypatch: py
     once = ["replay A", "call A", "replay B", "call B"]
     assert order[:8] == once + once[2:] + once[:2]
     assert len(order) == 4 * trials.ROUNDS["cuda"]
+    assert trial.seconds >= 1, "that of the slowest rank"
+    other[:] = [70.0, 45.0]
+    trial._duel(CHAMPION, CHALLENGER)
+    assert trial.host == pytest.approx({CHAMPION: 70.0, CHALLENGER: 50.0})
+    del trial.runs[CHALLENGER][trials.REPLAY]  # it cannot be captured
+    trial.host[CHALLENGER] = 1.0
+    trial._duel(CHAMPION, CHALLENGER)
+    assert trial.host[CHALLENGER] == pytest.approx(50.0)
+
+
+@pytest.mark.parametrize(
+    ("estimate", "captured", "ways"),
+    [
+        (400.0, True, [trials.REPLAY, trials.CALL]),
+        (600.0, True, [trials.REPLAY]),
+        (400.0, False, [trials.CALL]),
+    ],
+)
+def test_short_calls_are_timed_besides_their_replays(
+    estimate: float, captured: bool, ways: Sequence[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Executor:
+        calls = 0
+
+        def __call__(self, *inputs: object, out: object = None) -> list[str]:
+            self.calls += 1
+            return ["result"]
+
+        def record(self, inputs: object, outs: object) -> SimpleNamespace:
+            if not captured:
+                raise RuntimeError("no capture")
+            return SimpleNamespace(replay=lambda: None)
+
+        def synchronize(self) -> None: ...
+
+    executor, trial = Executor(), object.__new__(Trial)
+    monkeypatch.setattr(Trial, "_exchange", lambda self, mine: [mine])
+    trial.device, trial.session, trial.host, trial.runs = "cuda", None, {}, {}
+    trial.short = estimate <= trials.SHORT
+    trial.execute = lambda candidate: executor  # type: ignore[assignment, return-value]
+    trial._begin(CHAMPION, [], None)
+    assert [*trial.runs[CHAMPION]] == ways
+    before = executor.calls
+    trial.runs[CHAMPION][ways[-1]]()
+    assert executor.calls - before == (ways[-1] == trials.CALL)
+
+
+@pytest.mark.parametrize(("ways", "reason"), [(1, ""), (2, "not tried: HOSTIR_TUNE allows trials 0.005 s")])
+def test_the_time_for_a_duel_is_that_of_all_ways_to_run_the_candidates(ways: int, reason: str) -> None:
+    trial = object.__new__(Trial)
+    trial.progress, trial.device, trial.seconds, trial.budget = TrialState(CHAMPION), "cuda", 0.0, 0.005
+    trial.ranges = SimpleNamespace(compiling={})  # type: ignore[assignment]
+    trial.estimates = {CHAMPION: 100.0, CHALLENGER: 100.0}  # 4 untimed and 15 timed runs of both take 3.8 ms
+    names = [trials.REPLAY, trials.CALL][:ways]
+    trial.runs = {CHAMPION: dict.fromkeys(names, list)}
+    assert trial._too_long(CHALLENGER) == reason

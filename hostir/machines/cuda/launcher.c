@@ -12,6 +12,7 @@
 #include <Python.h>
 
 #include <dlfcn.h>
+#include <errno.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stddef.h>
@@ -24,7 +25,7 @@
 #include "cuda.h"
 
 #define MAX_ATTRIBUTES 5
-#define MAX_NODES 32 /* of a captured product */
+#define MAX_NODES 32 /* of the graph of a product */
 #define STACK 65536 /* bytes that a call of cuBLAS may use */
 #define ALIGNMENT 64 /* of a CUtensorMap */
 #define RING 1022
@@ -187,7 +188,8 @@ static PyObject *open_driver(PyObject *module, PyObject *arguments) {
   if (find("cuLaunchKernelEx", &driver.cuLaunchKernelEx) || find("cuStreamBatchMemOp_v2", &driver.cuStreamBatchMemOp_v2) ||
       find("cuMemcpyAsync", &driver.cuMemcpyAsync) || find("cuMemcpy2DAsync_v2", &driver.cuMemcpy2DAsync_v2) ||
       find("cuMemsetD8Async", &driver.cuMemsetD8Async) || find("cuMemsetD16Async", &driver.cuMemsetD16Async) ||
-      find("cuMemsetD32Async", &driver.cuMemsetD32Async) || find("cuEventRecord", &driver.cuEventRecord) || find("cuStreamWaitEvent", &driver.cuStreamWaitEvent) ||
+      find("cuMemsetD32Async", &driver.cuMemsetD32Async) || find("cuEventRecord", &driver.cuEventRecord) ||
+      find("cuStreamWaitEvent", &driver.cuStreamWaitEvent) ||
       find("cuTensorMapReplaceAddress", &driver.cuTensorMapReplaceAddress) ||
       find("cuGetErrorString", &driver.cuGetErrorString) || find("cuCtxGetCurrent", &driver.cuCtxGetCurrent) ||
       find("cuCtxPushCurrent_v2", &driver.cuCtxPushCurrent_v2) || find("cuCtxPopCurrent_v2", &driver.cuCtxPopCurrent_v2) ||
@@ -232,34 +234,69 @@ static PyObject *open_nccl(PyObject *module, PyObject *path) {
 
 /* ---- the end of the process */
 
-static struct timespec until_exit;
+/* What a thread needs that ends the process: numbers of runs, a message, and the time until then. */
+typedef struct {
+  struct timespec wait;
+  Counts **counts;
+  Py_ssize_t streams;
+  char *message;
+} Exit;
 
-static void *end_process(void *unused) {
-  (void)unused;
-  nanosleep(&until_exit, NULL);
-  _exit(1);
+static void *end_process(void *argument) {
+  Exit *what = argument;
+  nanosleep(&what->wait, NULL);
+  for (Py_ssize_t i = 0; i < what->streams; i++)
+    if (what->counts[i]->begun != what->counts[i]->ended) {
+      ssize_t written = write(STDERR_FILENO, what->message, strlen(what->message));
+      (void)written;
+      _exit(1);
+    }
+  return NULL;
 }
 
-PyDoc_STRVAR(exit_after_doc, "exit_after(seconds)\n--\n\n"
-                             "End the process with exit code 1 after some seconds, if it has not ended by then.\n\n"
-                             "A thread does this that needs no Python, so it also works while Python ends.");
+PyDoc_STRVAR(exit_unless_ended_doc,
+             "exit_unless_ended(counts, seconds, message)\n--\n\n"
+             "After some seconds, end the process with exit code 1 and a message, unless all runs have ended.\n\n"
+             "`counts` is a tuple of the addresses of numbers of runs. They must stay valid. A thread does this that needs\n"
+             "no Python, so it also works while Python exits. It does nothing if the process has exited before.");
 
-static PyObject *exit_after(PyObject *module, PyObject *seconds) {
+static PyObject *exit_unless_ended(PyObject *module, PyObject *arguments) {
   (void)module;
-  double wanted = PyFloat_AsDouble(seconds);
-  if (PyErr_Occurred())
+  double seconds;
+  const char *message;
+  PyObject *counts;
+  if (!PyArg_ParseTuple(arguments, "O!ds", &PyTuple_Type, &counts, &seconds, &message))
     return NULL;
-  until_exit = (struct timespec){(time_t)wanted, (long)((wanted - (double)(time_t)wanted) * 1e9)};
-  sigset_t all, before;
-  pthread_t thread;
-  sigfillset(&all); /* no signal interrupts the thread */
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  int code = pthread_create(&thread, NULL, end_process, NULL);
-  pthread_sigmask(SIG_SETMASK, &before, NULL);
-  if (code)
-    return PyErr_Format(PyExc_OSError, "no thread can be started: %s", strerror(code));
-  pthread_detach(thread);
-  Py_RETURN_NONE;
+  Exit *what = calloc(1, sizeof *what); /* the thread keeps it */
+  if (what == NULL)
+    return PyErr_NoMemory();
+  what->streams = PyTuple_GET_SIZE(counts);
+  what->counts = calloc((size_t)what->streams + 1, sizeof *what->counts);
+  what->message = strdup(message);
+  what->wait = (struct timespec){(time_t)seconds, (long)((seconds - (double)(time_t)seconds) * 1e9)};
+  int code = what->counts == NULL || what->message == NULL ? ENOMEM : 0;
+  for (Py_ssize_t i = 0; code == 0 && i < what->streams; i++) {
+    uint64_t address = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(counts, i));
+    if (address == (uint64_t)-1 && PyErr_Occurred())
+      code = EINVAL;
+    what->counts[i] = (Counts *)(uintptr_t)address;
+  }
+  if (code == 0) {
+    sigset_t all, before;
+    pthread_t thread;
+    sigfillset(&all); /* no signal interrupts the thread */
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    code = pthread_create(&thread, NULL, end_process, what);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (code == 0) {
+      pthread_detach(thread);
+      Py_RETURN_NONE;
+    }
+  }
+  free(what->counts);
+  free(what->message);
+  free(what);
+  return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_OSError, "no thread can be started: %s", strerror(code));
 }
 
 /* ---- running */
@@ -587,20 +624,20 @@ static PyObject *kernel_of(CUgraphNode node, int dependent) {
   return fields;
 }
 
-/* Return a fill of memory as (SET, "fill", fields). */
+/* Return a memset as (SET, "memset", fields). */
 static PyObject *set_of(CUgraphNode node) {
   CUDA_MEMSET_NODE_PARAMS set;
   CUresult code = driver.cuGraphMemsetNodeGetParams(node, &set);
   if (code != CUDA_SUCCESS)
     return failure(0, code);
   if (set.height != 1)
-    return PyErr_Format(PyExc_ValueError, "it fills rows of memory");
-  return Py_BuildValue("is(KIIn)", SET, "fill", (unsigned long long)set.dst, set.value, set.elementSize,
+    return PyErr_Format(PyExc_ValueError, "a memset of several rows");
+  return Py_BuildValue("is(KIIn)", SET, "memset", (unsigned long long)set.dst, set.value, set.elementSize,
                        (Py_ssize_t)set.width);
 }
 
 /* Sort the nodes of a graph so that each node depends on the one before it. `dependent` gets 1 for each kernel that may
- * begin before the node before it ends. Returns -1 with an exception if the nodes are no such row. */
+ * begin before the node before it ends. Returns -1 with an exception if the graph is no chain. */
 static int sort(CUgraphNode *nodes, int *dependent, size_t count) {
   CUgraphNode before[MAX_NODES], sorted[MAX_NODES], last = NULL;
   CUgraphEdgeData edges[MAX_NODES];
@@ -621,7 +658,7 @@ static int sort(CUgraphNode *nodes, int *dependent, size_t count) {
     while (i < count && before[i] != last)
       i++;
     if (i == count) {
-      PyErr_SetString(PyExc_ValueError, "its steps on the device are not in a row");
+      PyErr_SetString(PyExc_ValueError, "its graph is no chain of nodes");
       return -1;
     }
     dependent[n] = n > 0 && edges[i].type == CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC;
@@ -641,7 +678,7 @@ static PyObject *nodes_of(CUgraph graph) {
   if ((code = driver.cuGraphGetNodes(graph, NULL, &count)) != CUDA_SUCCESS)
     return failure(0, code);
   if (count == 0 || count > MAX_NODES)
-    return PyErr_Format(PyExc_ValueError, "it takes %zu steps on the device", count);
+    return PyErr_Format(PyExc_ValueError, "its graph has %zu nodes", count);
   if ((code = driver.cuGraphGetNodes(graph, nodes, &count)) != CUDA_SUCCESS)
     return failure(0, code);
   if (sort(nodes, dependent, count))
@@ -656,7 +693,7 @@ static PyObject *nodes_of(CUgraph graph) {
     else if (type == CU_GRAPH_NODE_TYPE_MEMSET)
       each = set_of(nodes[i]);
     else
-      PyErr_SetString(PyExc_ValueError, "it is not only kernels and fills of memory");
+      PyErr_SetString(PyExc_ValueError, "its graph has other nodes than kernels and memsets");
     if (each == NULL)
       Py_CLEAR(result);
     else
@@ -794,14 +831,14 @@ static int make_copy(Entry *entry, PyObject *fields) {
   return 0;
 }
 
-/* A fill of memory: (target, value, bytes of a value, number of values). */
+/* A memset: (target, value, bytes of a value, number of values). */
 static int make_set(Entry *entry, PyObject *fields) {
   unsigned long long target;
   Py_ssize_t count;
   if (!PyArg_ParseTuple(fields, "KIIn", &target, &entry->set.value, &entry->set.unit, &count))
     return -1;
   if (count < 0 || (entry->set.unit != 1 && entry->set.unit != 2 && entry->set.unit != 4)) {
-    PyErr_SetString(PyExc_ValueError, "a fill of a negative size, or with values that are not of 1, 2 or 4 bytes");
+    PyErr_SetString(PyExc_ValueError, "a memset of a negative size, or with values that are not of 1, 2 or 4 bytes");
     return -1;
   }
   entry->set.target = target;
@@ -1057,7 +1094,7 @@ static PyMethodDef functions[] = {
     {"open_nccl", open_nccl, METH_O, open_nccl_doc},
     {"key", key, METH_VARARGS, key_doc},
     {"calls_of", calls_of, METH_VARARGS, calls_of_doc},
-    {"exit_after", exit_after, METH_O, exit_after_doc},
+    {"exit_unless_ended", exit_unless_ended, METH_VARARGS, exit_unless_ended_doc},
     {NULL, NULL, 0, NULL},
 };
 

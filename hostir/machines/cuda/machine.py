@@ -83,7 +83,8 @@ class CudaMachine:
     def native_collectives(self) -> NativeCollectives:
         """The collectives that native code issues for the session. The first use allocates pinned memory."""
         if self.groups.native is None:
-            self.groups.native = NativeCollectives(self.groups.timeout.total_seconds(), self.device)
+            seconds = self.groups.timeout.total_seconds()
+            self.groups.native = NativeCollectives(seconds, self.device, self.groups.rank)
         native: NativeCollectives = self.groups.native
         return native
 

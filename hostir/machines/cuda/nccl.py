@@ -8,8 +8,10 @@ see it, so hostir's watchdog checks that it ends (see `NativeCollectives`).
 from __future__ import annotations
 
 import atexit
+import ctypes
 import functools
 import os
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -43,8 +45,8 @@ BYTES = (1, "bytes")
 LOOK = 1.0  # the most seconds between two looks of the watchdog, unless its process was stopped
 COUNTS = 1024  # the size of the struct Counts in launcher.c, in elements of int64
 STREAMS = 8  # of callers; an executor keeps as many tapes
-ENDING = 5.0  # seconds in which a process ends that exits while a collective is under way
-_memory_of_segments: list[torch.Tensor] = []  # one for each session; a GPU may write to it after the session has ended
+AFTER_ERROR = 5.0  # seconds that a process that exits after an error waits for collectives that are under way
+_all: list[NativeCollectives] = []  # of all sessions; a GPU may write to their memory after a session has ended
 
 
 def collective(
@@ -107,17 +109,24 @@ def library_problem(module: Any, library: str = LIBRARY) -> str:
         module.open_nccl(library)
     except OSError as problem:
         return str(problem)
-    atexit.register(_end_in_time, module)
+    atexit.register(_exit_in_time, module)
+    os.register_at_fork(after_in_child=lambda: atexit.unregister(_exit_in_time))
     return ""
 
 
-def _end_in_time(module: Any) -> None:
-    """End a process that exits in time, even if a collective never ends. Python calls this at its exit.
+def _exit_in_time(module: Any) -> None:
+    """Make sure that this process exits, even if a collective never ends. Python calls this when it begins to exit.
 
     While Python exits, CUDA may wait for the device, and so for the collective. torch's watchdog does not know of it.
+    If an uncaught exception ends the process, it waits for AFTER_ERROR seconds, and else for the group's timeout.
     """
-    if any(begun != ended for memory in _memory_of_segments for begun, ended, *_ in memory[:, :2].tolist()):
-        module.exit_after(ENDING)
+    for each in _all:
+        if text := each.under_way():
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(each.memory))  # for the thread, which runs after Python
+            seconds = AFTER_ERROR if hasattr(sys, "last_type") else each.seconds
+            addresses = tuple(counts.data_ptr() for counts in each.memory)
+            message = f"error: rank {each.rank} is ended: {text} has not ended, and the process could not exit\n"
+            module.exit_unless_ended(addresses, seconds, message)
 
 
 class NativeCollectives:
@@ -131,18 +140,21 @@ class NativeCollectives:
     Args:
         seconds: the timeout of the process groups.
         device: the device.
+        rank: the rank of this process in the session.
 
     Fields:
+        memory: the numbers of all streams.
         streams: the numbers of each stream's segments, by the handle of the stream.
         texts: what the collectives of each segment are, as text.
         asked: the time when the watchdog asked last.
     """
 
-    def __init__(self, seconds: float, device: torch.device) -> None:
-        self.seconds = seconds
-        memory = torch.zeros(STREAMS, COUNTS, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
-        _memory_of_segments.append(memory)
-        self.free = [*memory.unbind()]
+    def __init__(self, seconds: float, device: torch.device, rank: int) -> None:
+        self.seconds, self.rank = seconds, rank
+        pinned = device.type == "cuda"
+        self.memory = torch.zeros(STREAMS, COUNTS, dtype=torch.int64, device="cpu", pin_memory=pinned)
+        _all.append(self)
+        self.free = [*self.memory.unbind()]
         self.streams: dict[int, SegmentsOfStream] = {}
         self.texts: list[str] = []
         self.asked = time.monotonic()
@@ -178,8 +190,18 @@ class NativeCollectives:
         text = next((text for text in texts if text is not None), None)
         if text is None:
             return ""
+        return f"{self.named(text)} has not ended for {self.seconds:.0f} s, the group's timeout"
+
+    def under_way(self) -> str:
+        """Return a text about a segment that has not ended; empty if all have ended."""
+        texts = (each.oldest() for each in list(self.streams.values()) if each.counts[0] != each.counts[1])
+        text = next(texts, None)
+        return "" if text is None else self.named(text)
+
+    def named(self, text: int) -> str:
+        """Return the text about a segment, by its number, which is -1 if it is not known."""
         which = self.texts[text] if text >= 0 else "a collective by NCCL"
-        return f"{which}, or what follows it in its call, has not ended for {self.seconds:.0f} s, the group's timeout"
+        return f"{which}, or what follows it in its call,"
 
 
 class SegmentsOfStream:
@@ -205,9 +227,11 @@ class SegmentsOfStream:
         begun, ended = self.counts[0], self.counts[1]
         stands = begun != ended == self.ended
         self.ended, self.waited = ended, self.waited + since if stands else 0.0
-        if self.waited < most:
-            return None
-        ring = COUNTS - 2
+        return self.oldest() if self.waited >= most else None
+
+    def oldest(self) -> int:
+        """Return the text of the oldest segment under way, as a number; -1 if it is not known."""
+        begun, ended, ring = self.counts[0], self.counts[1], COUNTS - 2
         text: int = self.counts[2 + (ended + 1) % ring]
         return text if begun - ended <= ring else -1
 
@@ -233,8 +257,8 @@ def record_collective(
     if datatype is None:
         return f"hostir does not know how NCCL adds up {x.dtype}"
     for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"):  # torch reads both
-        if os.environ.get(name, "").strip() == "2":
-            return f"torch may end the communicator ({name}=2)"
+        if (value := os.environ.get(name, "").strip()) in ("0", "2"):
+            return f"with {name}={value} torch does not end the process if a collective does not end"
     if reason := library_problem(module):
         return reason
     try:

@@ -1,7 +1,7 @@
 """Record what cuBLAS issues for a product, so that native code can issue it without torch.
 
 Only cuBLAS knows which kernels it launches, and with which parameters. A capture of the product shows both, and
-executes nothing. It may contain several kernels, and fills of memory. The parameters contain the addresses of the
+executes nothing. It may contain several kernels, and memsets. The parameters contain the addresses of the
 operands, which change from call to call. Each 64-bit number that is an address in an operand is taken for such an
 address. To make sure, the product is captured a second time, with operands elsewhere in memory. If these addresses are
 put into the parameters of the first capture, the two captures must be equal to the last bit.
@@ -60,7 +60,7 @@ def streams_of_captures(device: torch.device) -> tuple[torch.cuda.Stream, torch.
 
 @dataclass(frozen=True)
 class Issued:
-    """A call of the driver that a product makes: the launch of a kernel, or a fill of memory.
+    """A call of the driver that a product makes: the launch of a kernel, or a memset.
 
     Fields:
         kind: LAUNCH or SET.
@@ -74,7 +74,7 @@ class Issued:
 
     @property
     def image(self) -> bytes:
-        """The parameters of the kernel, or the address of the memory to fill; zeros fill up the last 8 bytes."""
+        """The parameters of the kernel, or the address of the memset, padded with zeros to a multiple of 8 bytes."""
         parameters: bytes = self.fields[4] if self.kind == LAUNCH else struct.pack("<Q", self.fields[0])
         return parameters.ljust(-(-len(parameters) // 8) * 8, b"\0")
 
@@ -91,7 +91,7 @@ class Issued:
             x, y, z, *_ = self.fields[1]
             return f"launch {self.name} x {x * y * z}({where})"
         _, value, unit, count = self.fields
-        return f"fill {where or 'workspace'} with {value}, {unit * count} bytes"
+        return f"memset {where or 'workspace'} to {value}, {unit * count} bytes"
 
 
 def record_product(plan: CudaPlan, number: int, module: Any, writer: TapeWriter) -> str:

@@ -1,7 +1,7 @@
 """Tapes: the driver calls that one call of a plan makes, as flat data with slots for the addresses that change.
 
-A tape is recorded while a plan runs. It holds launches of kernels, operations on flags in memory, copies, fills of
-memory, and events. It may hold collectives of NCCL, too. An address within a tensor that changes from call to call
+A tape is recorded while a plan runs. It holds launches of kernels, operations on flags in memory, copies, memsets,
+and events. It may hold collectives of NCCL, too. An address within a tensor that changes from call to call
 becomes a slot and an offset. Any other address is fixed. A stream becomes a number.
 
 Only torch can run some steps, such as a product in f32 by cuBLAS. Such a step ends a segment of the tape. So a call

@@ -409,7 +409,7 @@ def test_what_does_not_fit_a_tape_is_refused(module: Any, driver: FakeDriver, nc
         (event, ((0, 0, 0, 0, False),)),  # an event holds no address
     ]:
         with pytest.raises(
-            ValueError, match=r"a stream|a parameter|not an array|not a CUDA_MEMCPY2D|a fill|patch|collective|count"
+            ValueError, match=r"a stream|a parameter|not an array|not a CUDA_MEMCPY2D|a memset|patch|collective|count"
         ):
             module.Tape(entries, patches, (0, 1), HANDLES)
     assert driver.take() == []
@@ -499,7 +499,7 @@ def test_a_captured_kernel_is_launched_as_it_was_captured(
     assert not driver.library.fake_graphs()
 
 
-def test_fills_and_kernels_of_a_capture_are_issued_in_their_order(module: Any, driver: FakeDriver) -> None:
+def test_memsets_and_kernels_of_a_capture_are_issued_in_their_order(module: Any, driver: FakeDriver) -> None:
     kernels = [Graph.of(PARAMETERS, AT, ctypes.addressof(GEMM)) for _ in range(2)]
     kernels[1].programmatic = 1
     fills = [Graph(type=2, set=Set(0x5000 + n, 0, 7, unit, 30, 1)) for n, unit in enumerate((1, 2, 4))]
@@ -523,10 +523,10 @@ def test_fills_and_kernels_of_a_capture_are_issued_in_their_order(module: Any, d
 def test_a_capture_that_a_tape_cannot_repeat_is_refused(module: Any, driver: FakeDriver) -> None:
     letters = [ctypes.create_string_buffer(text) for text in (b"", b"?", b"ip?")]
     for changed, reason in (
-        ({"nodes": 0}, "it takes 0 steps on the device"),
-        ({"nodes": 33}, "it takes 33 steps on the device"),
-        ({"type": 1}, "it is not only kernels and fills of memory"),
-        ({"type": 2, "set": Set(0, 64, 0, 4, 8, 2)}, "it fills rows of memory"),
+        ({"nodes": 0}, "its graph has 0 nodes"),
+        ({"nodes": 33}, "its graph has 33 nodes"),
+        ({"type": 1}, "its graph has other nodes than kernels and memsets"),
+        ({"type": 2, "set": Set(0, 64, 0, 4, 8, 2)}, "a memset of several rows"),
         ({"type": -1}, "its attributes cannot be read"),
         ({"parameters": None}, "its parameters cannot be read"),
         *(({"function": ctypes.addressof(each)}, "the sizes of its parameters are not known") for each in letters),
@@ -546,9 +546,7 @@ def test_a_capture_that_a_tape_cannot_repeat_is_refused(module: Any, driver: Fak
 
 
 @pytest.mark.parametrize("edges", [(), ((0, 1), (0, 2)), ((0, 2), (1, 2)), ((0, 1),), ((0, 1), (1, 2), (0, 2))])
-def test_nodes_that_are_not_in_a_row_are_refused(
-    edges: Sequence[tuple[int, int]], module: Any, driver: FakeDriver
-) -> None:
+def test_a_graph_that_is_no_chain_is_refused(edges: Sequence[tuple[int, int]], module: Any, driver: FakeDriver) -> None:
     nodes = [Graph.of(PARAMETERS, AT, ctypes.addressof(GEMM)) for _ in range(3)]
     graph = Graph.row(*nodes)
     for node in nodes:
@@ -556,7 +554,7 @@ def test_nodes_that_are_not_in_a_row_are_refused(
     for one, after in edges:
         node = nodes[after]
         node.before[1 if node.before[0] else 0] = nodes[one].handle
-    with pytest.raises(ValueError, match="its steps on the device are not in a row"):
+    with pytest.raises(ValueError, match="its graph is no chain of nodes"):
         captured(module, driver, graph)
     assert not driver.library.fake_graphs()
 

@@ -39,8 +39,10 @@ from hostir.machines.cuda import blocks, copies, credits, flags, machine, native
 from hostir.machines.cuda import driver as cuda_driver
 from hostir.machines.cuda.tape import LAUNCH, Segment, TapeEntry, TapeWriter
 from hostir.machines.cuda.taped import IssuedSteps, Tapes
-from hostir.plan.operations import NONE, AllocateOp, CollectiveOp
+from hostir.machines.cuda.timeline import Timeline
+from hostir.plan.operations import NONE, AllocateOp, CollectiveOp, ComputeOp
 from hostir.plan.unroll import unroll
+from hostir.plan.unrolled import UnrolledProgram
 from tests.counting import calls_of
 from tests.kernels.hopper import Hopper, hopper, inputs_of
 from tests.machines.cuda.test_native import NO_COMPILER, FakeDriver, Graph, Set, driver, module
@@ -447,7 +449,8 @@ class OnStream:
 class Products:
     """Makes the products of a plan launches of a fake kernel of cuBLAS, which a capture shows.
 
-    The kernel's parameters are a number, the address of the left operand in a tensor map, and the other addresses.
+    The kernel's parameters are a number, the address of the left operand in a tensor map, the other addresses, and a
+    number of four bytes. So their size is no multiple of eight bytes.
 
     Fields:
         number: what the kernel depends on besides addresses, in the second capture of a product.
@@ -455,7 +458,7 @@ class Products:
         without_out: True if the kernel does not get the address of the result.
         words: the second word of the tensor map, in the first and in the second capture.
         nodes: the number of nodes of a captured graph.
-        split: True if a fill of the workspace and a second kernel belong to the product.
+        split: True if a memset of the workspace and a second kernel belong to the product.
         error: the exception of the second capture.
         captures: the streams of the captures.
     """
@@ -466,7 +469,7 @@ class Products:
 
     def __init__(self, plan: Any, driver: FakeDriver, module: Any) -> None:
         self.plan, self.driver, self.module = plan, driver, module
-        self.kernel = ctypes.create_string_buffer(b"impp")
+        self.kernel = ctypes.create_string_buffer(b"imppi")
         self.captures: list[Stream] = []
         self.graph: Graph | None = None
         for n in plan.in_captures:
@@ -483,8 +486,8 @@ class Products:
         second = Current.stream is STREAMS[2]
         number, end = self.number if second else 7, 0 if self.without_out else out
         word = self.words[second]
-        image = struct.pack("<i60x16Q2Q", number, left + 64, word, *[0] * 14, right, end)
-        sizes, offsets = (4, 2, 3, 32, 1, 2), (0, 64, 192, 200)
+        image = struct.pack("<i60x16Q2Qi", number, left + 64, word, *[0] * 14, right, end, 5)
+        sizes, offsets = (4, 2, 3, 32, 1, 2), (0, 64, 192, 200, 208)
         if Current.stream in STREAMS[1:]:
             self.captures.append(Current.stream)
             if self.error is not None and second:
@@ -556,6 +559,33 @@ def test_products_that_wait_for_their_rows_are_native(
     assert re.findall(r"launch gemm x 24\((.*?),", text) == read
 
 
+def test_a_capture_calls_cublas_on_private_streams_for_blocks_of_rows_too(gpu: Hopper, module: Any) -> None:
+    program = hi.lower(patterns.allgather_matmul(2, S=1, M=4096, K=8192, N=3584, dtype="bf16"), "fused")
+    plan: Any = gpu.plan(program, 0, "cublas", inputs_of(program, 0))
+    issued, captured = plan.steps, plan.steps_in_python(capturing=True).steps
+    kernels = [(issued[n].args[2], captured[n].args[2]) for n in plan.in_captures]
+    assert len(kernels) == 2, "a step for each block"
+    assert all(
+        "CublasStreams" not in one.__qualname__ and "CublasStreams" in other.__qualname__ for one, other in kernels
+    )
+
+
+def test_a_timeline_has_one_span_for_a_computation_that_waits_for_blocks(
+    gpu: Hopper, module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = hi.lower(patterns.allgather_matmul(2, S=1, M=4096, K=8192, N=3584, dtype="bf16"), "fused")
+    make = machine.CudaMachine.plan
+
+    def traced(self: machine.CudaMachine, unrolled: UnrolledProgram, first: Sequence[Any]) -> machine.CudaPlan:
+        return make(self, unrolled, Timeline(unrolled, hi.Trace()), first=first)
+
+    monkeypatch.setattr(machine.CudaMachine, "plan", traced)
+    plan: Any = gpu.plan(program, 0, "cublas", inputs_of(program, 0))
+    spans = [op for op, _, _ in plan.timeline.spans if isinstance(op, ComputeOp)]
+    assert [op.computation for op in spans] == ["matmul"]
+    assert not plan.in_captures, "a step captures what it issues"
+
+
 def test_a_kernel_of_cublas_gets_hostirs_workspace_for_its_stream(
     gathered: tuple[hi.Program, Any, Products], driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -585,7 +615,7 @@ def test_a_kernel_of_cublas_gets_hostirs_workspace_for_its_stream(
     assert {x.data_ptr() for x in kept[0]} >= {*held.values()}, "a later tape may replace a workspace by a larger one"
 
 
-def test_a_product_of_several_kernels_and_a_fill_of_its_workspace_is_native(
+def test_a_product_of_several_kernels_and_a_memset_of_its_workspace_is_native(
     gathered: tuple[hi.Program, Any, Products], driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program, plan, cublas = gathered
@@ -597,7 +627,7 @@ def test_a_product_of_several_kernels_and_a_fill_of_its_workspace_is_native(
         log = issued(plan, inputs_of(program, 0), driver)
     text = plan.tapes.latest.text
     assert "by Python" not in text
-    assert text.count("fill workspace with 0, 64 bytes") == len(plan.in_captures) == 2
+    assert text.count("memset workspace to 0, 64 bytes") == len(plan.in_captures) == 2
     assert text.count("launch gemm x 24(%a_shared of rank 0+64, %b, %c)") == 2, "the product of this rank's own rows"
     calls = [line.partition(": ")[2] for line in log if " set " in line or "launch 4x32" in line]
     fill = f"set {0xBEEF000000 + 256:x} to 0 16x32"
@@ -642,7 +672,7 @@ def test_a_tape_with_a_kernel_of_cublas_is_for_one_alignment_within_256_bytes(
         ({"words": (AT_FIRST, THIRD + 256)}, "gemm uses other memory .* 72 to 79"),
         ({"grid": 5}, "its kernel or grid depends on the addresses of its operands"),
         ({"without_out": True}, "gemm does not contain the address of the result"),
-        ({"nodes": 33}, "it takes 33 steps on the device"),
+        ({"nodes": 33}, "its graph has 33 nodes"),
         ({"error": RuntimeError("CUDA error\nmore")}, "RuntimeError: CUDA error$"),
         ({"error": HostIRError(Diagnostic("no capture"))}, "no capture"),
         ({"unknown": True}, "an operand is not in a buffer of the program"),
@@ -766,7 +796,7 @@ def test_native_code_issues_collectives_of_nccl_for_any_addresses(
         ("library", "libnone.so is not loaded"),
         ("memory", "a tensor is not in a buffer of the program"),
         ("type", "hostir does not know how NCCL adds up torch.bfloat16"),
-        ("handling", "torch may end the communicator (NCCL_ASYNC_ERROR_HANDLING=2)"),
+        ("handling", "with NCCL_ASYNC_ERROR_HANDLING=2 torch does not end the process if a collective does not end"),
         ("streams", "native code issues collectives to 8 other streams"),
         ("off", ""),
     ],
@@ -900,7 +930,7 @@ def test_native_code_that_waits_on_the_host_is_late_too(
 
 
 def test_many_runs_may_be_under_way_and_the_oldest_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, native = Time(monkeypatch), nccl.NativeCollectives(10, torch.device("cpu"))
+    clock, native = Time(monkeypatch), nccl.NativeCollectives(10, torch.device("cpu"), 0)
     assert native.watches(0)
     tags = [native.entry(text, 0, 0, 0).fields[1] for text in ("first", "second", "first")]
     assert tags == [0, 1, 0]
@@ -913,36 +943,58 @@ def test_many_runs_may_be_under_way_and_the_oldest_is_named(monkeypatch: pytest.
 
 
 EXITING = """
-import ctypes, sys, time
+import ctypes, os, sys, time
 import torch
 from hostir.machines.cuda import native, nccl
 
-class Waits:
-    def __del__(self, sleep=time.sleep, seconds=float(sys.argv[3])):
-        print("a destructor waits for the device", flush=True)
-        sleep(seconds)
-
-path, begun = sys.argv[1:3]
-nccl.ENDING = float(sys.argv[4])
+path, seconds, what = sys.argv[1:]
+nccl.AFTER_ERROR = 0.1 if what == "error" else 60
 library, module = ctypes.CDLL(path), native.build()
 module.open(path, native.DriverError)
 assert nccl.library_problem(module, path) == ""
-collectives = nccl.NativeCollectives(600, torch.device("cpu"))
+timeout = {"error": 60, "ends": 3}.get(what, 0.1)
+collectives = nccl.NativeCollectives(timeout, torch.device("cpu"), 3)
 assert collectives.watches(0)
-collectives.streams[0].memory[0] = int(begun)
+collectives.entry("'allgather %a -> %b'", 0, 0, 0)
+counts = collectives.streams[0].memory
+counts[0] = what != "nothing begun"
+
+class Waits:
+    def __del__(self, sleep=time.sleep, seconds=float(seconds), counts=counts, ends=what == "ends"):
+        if ends:
+            counts[1] = 1
+        print("a destructor waits for the device", flush=True)
+        sleep(seconds)
+
 waits = Waits()
+if what == "child" and os.fork():
+    counts[1] = 1
+    sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
+if what == "error":
+    raise ValueError
 """
 
 
-@pytest.mark.parametrize(("begun", "seconds", "ending", "code"), [(1, 60, 0.1, 1), (0, 1, 0.1, 0), (1, 0, 60, 0)])
-def test_a_process_that_exits_while_a_collective_does_not_end_ends_soon(
-    begun: int, seconds: float, ending: float, code: int, driver: FakeDriver
+@pytest.mark.parametrize(
+    ("what", "seconds", "code"),
+    [("hangs", 60, 1), ("error", 60, 1), ("ends", 4, 0), ("nothing begun", 1, 0), ("child", 1, 0)],
+)
+def test_a_process_exits_even_if_a_collective_does_not_end(
+    what: str, seconds: float, code: int, driver: FakeDriver
 ) -> None:
-    """If the collective ends, or nothing waits for it, the process ends as always."""
-    command = [sys.executable, "-c", EXITING, str(driver.path), str(begun), str(seconds), str(ending)]
+    """It waits for the group's timeout, and after an error for a shorter time. A child process waits for nothing."""
+    command = [sys.executable, "-c", EXITING, str(driver.path), str(seconds), what]
     done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
     assert done.returncode == code, done.stderr
-    assert code or done.stdout == "a destructor waits for the device\n"
+    assert code or "a destructor waits for the device" in done.stdout
+    ended = "error: rank 3 is ended: 'allgather %a -> %b', or what follows it in its call, has not ended"
+    assert (ended in done.stderr) is bool(code), done.stderr
+
+
+def test_what_the_end_of_a_process_cannot_wait_for_is_refused(module: Any) -> None:
+    for arguments in ((), ((1,), "x", ""), ([1], 1.0, ""), ((-1,), 1.0, ""), (("x",), 1.0, "")):
+        with pytest.raises((TypeError, OverflowError)):
+            module.exit_unless_ended(*arguments)
 
 
 def test_each_stream_has_its_own_numbers(
