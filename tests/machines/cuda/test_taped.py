@@ -744,15 +744,16 @@ TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
 
 
 @pytest.fixture
-def backend(gpu: Hopper, driver: FakeDriver, module: Any, monkeypatch: pytest.MonkeyPatch) -> Backend:
+def backend(gpu: Hopper, driver: FakeDriver, module: Any) -> Iterator[Backend]:
     """The NCCL backend of all ranks. Native code may issue its collectives."""
     made = Backend(driver, 0xC0)
     group = SimpleNamespace(_get_backend=lambda device: made)
-    monkeypatch.setattr(Groups, "of", lambda groups, team: (group, tuple(sorted(team))))
-    monkeypatch.setattr(nccl, "library_problem", lambda module: "")
     module.open_nccl(str(driver.path))
     driver.library.fake_nccl(0, 0)
-    return made
+    with pytest.MonkeyPatch.context() as patch:  # undone before the fakes of `gpu`
+        patch.setattr(Groups, "of", lambda groups, team: (group, tuple(sorted(team))))
+        patch.setattr(nccl, "library_problem", lambda module: "")
+        yield made
 
 
 WHOLE = {  # each with one collective of rows that are next to each other
