@@ -279,7 +279,7 @@ class Trial:
                     us = _timed(run)
                     lap.stop()
                     laps.append((candidate, way, lap))
-                    issuing[candidate] += [us] if way == CALL else []
+                    issuing[candidate] += [us] if way == CALL and self.device == "cuda" else []
             if n % QUEUED == 0 or n == ROUNDS[self.device] - 1:
                 for candidate in candidates:
                     self.execute(candidate).synchronize()

@@ -109,6 +109,9 @@ def test_a_duel_measures_replays_and_calls_and_the_host_in_calls(monkeypatch: py
     trial.host[CHALLENGER] = 1.0
     trial._duel(CHAMPION, CHALLENGER)
     assert trial.host[CHALLENGER] == pytest.approx(50.0)
+    trial.device, trial.host, other[:] = "cpu", {CHAMPION: 0.0, CHALLENGER: 0.0}, [0.0, 0.0]
+    trial._duel(CHAMPION, CHALLENGER)
+    assert trial.host == {CHAMPION: 0.0, CHALLENGER: 0.0}, "on a CPU a call is the work"
 
 
 @pytest.mark.parametrize(
