@@ -267,7 +267,7 @@ class Trial:
     def _duel(self, *candidates: Candidate) -> dict[Candidate, list[float]]:
         """Run two candidates in turn. Return their median times in microseconds, one for each way to run them.
 
-        The time of a run is that of its slowest rank. The time of a way without times is NaN.
+        The slowest rank determines the time of a run. If a way has no times, its median is NaN.
         """
         began = time.monotonic()
         laps: list[tuple[Candidate, str, Lap]] = []

@@ -30,7 +30,7 @@
 #define ALIGNMENT 64 /* of a CUtensorMap */
 #define RING 1022
 
-typedef enum { LAUNCH, MEMORY, COPY, ROWS, SET, RECORD, WAIT, COLLECTIVE, COUNT, KINDS } Kind;
+typedef enum { LAUNCH, MEMORY, COPY, ROWS, MEMSET, RECORD, WAIT, COLLECTIVE, COUNT, KINDS } Kind;
 
 /* What a collective does. */
 typedef enum { ALLGATHER, REDUCE_SCATTER, ALLREDUCE, COLLECTIVES } Collective;
@@ -327,7 +327,7 @@ static CUresult issue_collective(Entry *entry, CUstream stream) {
   return code ? (CUresult)(NCCL_ERRORS + code) : CUDA_SUCCESS;
 }
 
-static CUresult issue_set(const Entry *entry, CUstream stream) {
+static CUresult issue_memset(const Entry *entry, CUstream stream) {
   CUdeviceptr target = entry->set.target;
   unsigned value = entry->set.value;
   if (entry->set.unit == 1)
@@ -352,8 +352,8 @@ static CUresult issue(Entry *entry, CUstream stream) {
     if (entry->rows.dstDevice == entry->rows.srcDevice)
       return CUDA_SUCCESS;
     return driver.cuMemcpy2DAsync_v2(&entry->rows, stream);
-  case SET:
-    return issue_set(entry, stream);
+  case MEMSET:
+    return issue_memset(entry, stream);
   case RECORD:
     return driver.cuEventRecord(entry->event, stream);
   case WAIT:
@@ -624,15 +624,15 @@ static PyObject *kernel_of(CUgraphNode node, int dependent) {
   return fields;
 }
 
-/* Return a memset as (SET, "memset", fields). */
-static PyObject *set_of(CUgraphNode node) {
+/* Return a memset as (MEMSET, "memset", fields). */
+static PyObject *memset_of(CUgraphNode node) {
   CUDA_MEMSET_NODE_PARAMS set;
   CUresult code = driver.cuGraphMemsetNodeGetParams(node, &set);
   if (code != CUDA_SUCCESS)
     return failure(0, code);
   if (set.height != 1)
     return PyErr_Format(PyExc_ValueError, "a memset of several rows");
-  return Py_BuildValue("is(KIIn)", SET, "memset", (unsigned long long)set.dst, set.value, set.elementSize,
+  return Py_BuildValue("is(KIIn)", MEMSET, "memset", (unsigned long long)set.dst, set.value, set.elementSize,
                        (Py_ssize_t)set.width);
 }
 
@@ -691,7 +691,7 @@ static PyObject *nodes_of(CUgraph graph) {
     else if (type == CU_GRAPH_NODE_TYPE_KERNEL)
       each = kernel_of(nodes[i], dependent[i]);
     else if (type == CU_GRAPH_NODE_TYPE_MEMSET)
-      each = set_of(nodes[i]);
+      each = memset_of(nodes[i]);
     else
       PyErr_SetString(PyExc_ValueError, "its graph has other nodes than kernels and memsets");
     if (each == NULL)
@@ -704,7 +704,7 @@ static PyObject *nodes_of(CUgraph graph) {
 
 PyDoc_STRVAR(calls_of_doc, "calls_of(stream, work)\n--\n\n"
                            "Return the calls of the driver that `work()` makes: a tuple of (kind, name, fields).\n\n"
-                           "The kind is LAUNCH or SET. The fields are those of an entry of a tape. `stream` is the handle\n"
+                           "The kind is LAUNCH or MEMSET. The fields are those of a tape entry. `stream` is the handle\n"
                            "of the stream to which `work` issues them. They are captured, so they execute nothing.\n"
                            "Raises ValueError if a tape cannot make these calls.");
 
@@ -832,7 +832,7 @@ static int make_copy(Entry *entry, PyObject *fields) {
 }
 
 /* A memset: (target, value, bytes of a value, number of values). */
-static int make_set(Entry *entry, PyObject *fields) {
+static int make_memset(Entry *entry, PyObject *fields) {
   unsigned long long target;
   Py_ssize_t count;
   if (!PyArg_ParseTuple(fields, "KIIn", &target, &entry->set.value, &entry->set.unit, &count))
@@ -911,8 +911,8 @@ static int make_entry(Tape *tape, Entry *entry, PyObject *row) {
     return make_copy(entry, fields);
   case ROWS:
     return make_rows(entry, fields);
-  case SET:
-    return make_set(entry, fields);
+  case MEMSET:
+    return make_memset(entry, fields);
   case COLLECTIVE:
     return make_collective(entry, fields);
   case COUNT:
@@ -937,7 +937,7 @@ static char *holder(Entry *entry, size_t *size) {
   case COLLECTIVE:
     *size = 2 * sizeof(CUdeviceptr);
     return (char *)&entry->collective.target;
-  case SET:
+  case MEMSET:
     *size = sizeof(CUdeviceptr);
     return (char *)&entry->set.target;
   case ROWS:

@@ -63,8 +63,8 @@ class Issued:
     """A call of the driver that a product makes: the launch of a kernel, or a memset.
 
     Fields:
-        kind: LAUNCH or SET.
-        name: the name of the kernel.
+        kind: LAUNCH or MEMSET.
+        name: the name of the kernel, or "memset".
         fields: the fields of the call's entry on a tape.
     """
 
@@ -83,6 +83,11 @@ class Issued:
         if self.kind == LAUNCH:
             return replace(self, fields=(*self.fields[:4], image[: len(self.fields[4])], self.fields[5]))
         return replace(self, fields=(*struct.unpack("<Q", image), *self.fields[1:]))
+
+    @property
+    def blank(self) -> Issued:
+        """The same call with zeros in the place of all parameters."""
+        return self.with_image(bytes(len(self.image)))
 
     def text(self, addresses: Sequence[object]) -> str:
         """Return the text of the tape entry."""
@@ -111,25 +116,18 @@ def record_product(plan: CudaPlan, number: int, module: Any, writer: TapeWriter)
         return reason
     try:
         with _recording, _disable_current_modes(), torch.cuda.device(plan.machine.device):
-            calls, found = calls_for_any(plan, number, operands, module)
+            calls = calls_for_any(plan, number, operands, module)
     except ValueError as problem:
         return str(problem)
     except Exception as problem:  # the step has just run, so this says only that it cannot be captured
         return headline(problem).partition("\n")[0]
     if not writer.complete:
         return "Triton computes it"
-    begin = 0
-    for call in calls:
-        end = begin + len(call.image)
-        addresses = [
-            writer.address(at - begin, operands[register].data_ptr() + offset)
-            for at, register, offset in found
-            if begin <= at < end
-        ]
+    for call, places in calls:
+        addresses = [writer.address(at, operands[register].data_ptr() + offset) for at, register, offset in places]
         if any(address.memory is None for address in addresses):
             return "an operand is not in a buffer of the program"
         writer.add(call.kind, plan.streams[op.stream].cuda_stream, call.fields, addresses, call.text(addresses))
-        begin = end
     return "" if writer.complete else "the tape lacks its stream"
 
 
@@ -147,11 +145,10 @@ def refusal(op: ComputeOp, operands: Matrices) -> str:
 
 def calls_for_any(
     plan: CudaPlan, number: int, operands: Matrices, module: Any
-) -> tuple[list[Issued], list[tuple[int, int, int]]]:
-    """Return the calls of the driver that a product makes, and where the addresses of its operands are in them.
+) -> list[tuple[Issued, list[tuple[int, int, int]]]]:
+    """Return the calls of the driver that a product makes, each with the addresses of operands in its image.
 
-    The addresses are those of `addresses_in`, in the images of all calls one after another. Raises ValueError if the
-    calls depend on anything else.
+    An address is given as by `addresses_in`. Raises ValueError if the calls depend on anything else.
     """
     step, streams, registers = plan.steps[number], streams_of_captures(plan.machine.device), plan.registers
     op = plan.ops[number]
@@ -166,9 +163,7 @@ def calls_for_any(
         for register, x in operands.items():
             registers[register] = x
     name, image, expected = calls[-1].name, image_of(calls), image_of(others)
-    if [call.with_image(bytes(len(call.image))) for call in calls] != [
-        call.with_image(bytes(len(call.image))) for call in others
-    ]:
+    if [call.blank for call in calls] != [call.blank for call in others]:
         raise ValueError("its kernel or grid depends on the addresses of its operands")
     found, other = [*addresses_in(image, operands)], bytearray(image)
     for at, register, offset in found:
@@ -187,11 +182,13 @@ def calls_for_any(
         memory = workspace(plan.machine.device, plan.streams[op.stream].cuda_stream, size)
         for at, offset in zip(foreign, offsets, strict=True):
             struct.pack_into("<Q", mine, at, memory.data_ptr() + offset)
-    begin = 0
-    for n, call in enumerate(calls):
-        calls[n] = call.with_image(bytes(mine[begin : begin + len(call.image)]))
-        begin += len(call.image)
-    return calls, found
+    placed, begin = [], 0
+    for call in calls:
+        end = begin + len(call.image)
+        places = [(at - begin, register, offset) for at, register, offset in found if begin <= at < end]
+        placed.append((call.with_image(bytes(mine[begin:end])), places))
+        begin = end
+    return placed
 
 
 def image_of(calls: Sequence[Issued]) -> bytes:

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from hostir.kernels.parameters import TAPING, KernelLaunch, packed
 from hostir.machines.cuda.driver import AT_LEAST, WAIT, Memcpy2D, MemoryOp
 
-LAUNCH, MEMORY, COPY, ROWS, SET, RECORD, AWAIT, COLLECTIVE, COUNT = range(9)  # kinds of entries, as in launcher.c
+LAUNCH, MEMORY, COPY, ROWS, MEMSET, RECORD, AWAIT, COLLECTIVE, COUNT = range(9)  # kinds of entries, as in launcher.c
 COLLECTIVES = "allgather", "reduce_scatter", "allreduce"  # by their numbers in launcher.c
 # The driver's enum CUlaunchAttributeID, and a value of its enum CUclusterSchedulingPolicy.
 COOPERATIVE, CLUSTER, CLUSTER_SCHEDULING, DEPENDENT = 2, 4, 5, 6
@@ -75,7 +75,7 @@ class TapeEntry:
     """One call of the driver or of NCCL on a tape.
 
     Fields:
-        kind: LAUNCH, MEMORY, COPY, ROWS, SET, RECORD, AWAIT, COLLECTIVE or COUNT.
+        kind: LAUNCH, MEMORY, COPY, ROWS, MEMSET, RECORD, AWAIT, COLLECTIVE or COUNT.
         place: the index of the plan's step that makes the call.
         stream: the number of the stream.
         fields: the arguments of the call, in the form that the launcher in C takes.

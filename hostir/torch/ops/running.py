@@ -128,13 +128,6 @@ class OperatorGroup:
         self.remembered: dict[tuple[Any, ...], tuple[Remembered, ...]] = {}
         self._locks: dict[tuple[Any, ...], threading.RLock] = {}  # held while the executor of a key is compiled
 
-    def recalled(self, key: tuple[Any, ...], tensors: Sequence[Tensor]) -> Remembered | None:
-        """Return a call with this key that later calls with these tensors repeat, or None."""
-        for call in self.remembered.get(key, ()):
-            if call.fits(*tensors):
-                return call
-        return None
-
     def remember(self, key: tuple[Any, ...], call: Remembered | None) -> None:
         """Keep `call` for later calls with the same key. If `call` is None, do nothing."""
         if call is None:

@@ -35,9 +35,9 @@ from hostir.machines.cuda.tape import (
     DEPENDENT,
     LAUNCH,
     MEMORY,
+    MEMSET,
     RECORD,
     ROWS,
-    SET,
     Memory,
     Segment,
     TapeEntry,
@@ -394,9 +394,9 @@ def test_what_does_not_fit_a_tape_is_refused(module: Any, driver: FakeDriver, nc
         (((LAUNCH, 0, 0, (0, sizes, 1, bytes(6 * 72), bytes(8), (0,))),), ()),  # too many attributes
         (((MEMORY, 0, 0, (bytes(47),)),), ()),
         (((ROWS, 0, 0, (bytes(47),)),), ()),
-        (((SET, 0, 0, (0x10, 0, 3, 8)),), ()),  # values of three bytes
-        (((SET, 0, 0, (0x10, 0, 4, -1)),), ()),
-        (((SET, 0, 0, (0x10, 0, 4, 8)),), ((0, 0, 8, 0, False),)),  # only one address
+        (((MEMSET, 0, 0, (0x10, 0, 3, 8)),), ()),  # values of three bytes
+        (((MEMSET, 0, 0, (0x10, 0, 4, -1)),), ()),
+        (((MEMSET, 0, 0, (0x10, 0, 4, 8)),), ((0, 0, 8, 0, False),)),  # only one address
         (((COLLECTIVE, 0, 0, (0, 0, 8, 1, 3, 1)),), ()),  # no such collective
         (((COLLECTIVE, 0, 0, (0, 0, 8, 0, 0, 1)),), ()),  # no communicator
         (((COLLECTIVE, 0, 0, (0, 0, 8, 1, 0, 1)),), ((0, 0, 16, 0, False),)),  # only two addresses
@@ -446,8 +446,8 @@ class Graph(ctypes.Structure):
         return graph
 
     @staticmethod
-    def row(*nodes: Graph) -> Graph:
-        """Return a graph of nodes, each of which depends on the one before it. Its list has another order."""
+    def chain(*nodes: Graph) -> Graph:
+        """Return a graph in which each node depends on the node before it. The list of the nodes has another order."""
         for one, after in pairwise(nodes):
             after.before[0] = one.handle
         handles = (ctypes.c_void_p * len(nodes))(*(node.handle for node in reversed(nodes)))
@@ -503,8 +503,8 @@ def test_memsets_and_kernels_of_a_capture_are_issued_in_their_order(module: Any,
     kernels = [Graph.of(PARAMETERS, AT, ctypes.addressof(GEMM)) for _ in range(2)]
     kernels[1].programmatic = 1
     fills = [Graph(type=2, set=Set(0x5000 + n, 0, 7, unit, 30, 1)) for n, unit in enumerate((1, 2, 4))]
-    calls = captured(module, driver, Graph.row(*fills, *kernels))
-    assert [kind for kind, _, _ in calls] == [SET] * 3 + [LAUNCH] * 2
+    calls = captured(module, driver, Graph.chain(*fills, *kernels))
+    assert [kind for kind, _, _ in calls] == [MEMSET] * 3 + [LAUNCH] * 2
     assert [fields[3] for kind, _, fields in calls if kind == LAUNCH] == [b"", attribute(DEPENDENT, 1)]
     entries = tuple(TapeEntry(kind, n, 1, fields, (), "") for n, (kind, _, fields) in enumerate(calls))
     driver.take()
@@ -548,7 +548,7 @@ def test_a_capture_that_a_tape_cannot_repeat_is_refused(module: Any, driver: Fak
 @pytest.mark.parametrize("edges", [(), ((0, 1), (0, 2)), ((0, 2), (1, 2)), ((0, 1),), ((0, 1), (1, 2), (0, 2))])
 def test_a_graph_that_is_no_chain_is_refused(edges: Sequence[tuple[int, int]], module: Any, driver: FakeDriver) -> None:
     nodes = [Graph.of(PARAMETERS, AT, ctypes.addressof(GEMM)) for _ in range(3)]
-    graph = Graph.row(*nodes)
+    graph = Graph.chain(*nodes)
     for node in nodes:
         node.before[0] = None
     for one, after in edges:
@@ -562,7 +562,7 @@ def test_a_graph_that_is_no_chain_is_refused(edges: Sequence[tuple[int, int]], m
 @pytest.mark.parametrize("call", range(12))
 def test_a_capture_that_fails_is_an_error_of_the_driver(call: int, module: Any, driver: FakeDriver) -> None:
     fill = Graph(type=2, set=Set(0x5000, 0, 0, 4, 30, 1))
-    graph = Graph.row(fill, Graph.of(PARAMETERS, AT, 0, kernel=ctypes.addressof(GEMM)))
+    graph = Graph.chain(fill, Graph.of(PARAMETERS, AT, 0, kernel=ctypes.addressof(GEMM)))
     driver.take()
     driver.fail(call)
     with pytest.raises(DriverError, match="an illegal memory access was encountered"):

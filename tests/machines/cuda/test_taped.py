@@ -497,7 +497,7 @@ class Products:
             self.graph.sizes[0] = self.grid if second else 4
             if self.split:
                 fill = Graph(type=2, set=Set(self.words[second], 0, 0, 4, 16, 1))
-                self.graph = Graph.row(fill, self.graph, Graph.of(image, offsets, ctypes.addressof(self.kernel)))
+                self.graph = Graph.chain(fill, self.graph, Graph.of(image, offsets, ctypes.addressof(self.kernel)))
             self.driver.library.fake_graph(ctypes.c_void_p(self.graph.handle))
         else:
             entry = TapeEntry(LAUNCH, 0, 0, (ctypes.addressof(self.kernel), sizes, 512, b"", image, offsets), (), "")
