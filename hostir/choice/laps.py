@@ -1,7 +1,7 @@
 """Laps: measurements of the time of one run of a candidate, in a trial.
 
 On CUDA the device first waits while the host issues the run, and then all ranks meet on the device. So the time
-contains no delays of any rank's host.
+contains no delays of a host that issues the run within that wait.
 """
 
 from __future__ import annotations

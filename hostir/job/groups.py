@@ -213,6 +213,8 @@ class Groups:
             self.memory.end()
         self.memory = None
         self._messages = None
+        if self.native is not None:
+            self.native.failed = not done
         if not done:
             _abandoned.extend(groups)
             for group in groups if self.device.type == "cpu" else ():  # gloo's destructor waits for its collectives

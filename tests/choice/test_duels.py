@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from math import isnan, nan
 from types import SimpleNamespace
 from typing import Any
@@ -85,7 +86,9 @@ def test_a_duel_measures_replays_and_calls_and_the_host_in_calls(monkeypatch: py
         CHALLENGER: {trials.REPLAY: run("replay B"), trials.CALL: run("call B")},
     }
     trial.stopwatch = SimpleNamespace(start=Lap)  # type: ignore[assignment]
-    trial.execute = lambda candidate: SimpleNamespace(synchronize=lambda: None)  # type: ignore[assignment, return-value]
+    issued = list[int]()  # the runs that were issued before each synchronization
+    executor = SimpleNamespace(synchronize=lambda: issued.append(len(order)))
+    trial.execute = lambda candidate: executor  # type: ignore[assignment, return-value]
     other: list[float] = [7.0, 45.0]  # the other rank's host times
 
     def exchanged(self: Trial, mine: Any) -> list[Any]:
@@ -100,7 +103,8 @@ def test_a_duel_measures_replays_and_calls_and_the_host_in_calls(monkeypatch: py
     assert trial.host == pytest.approx({CHAMPION: 40.0, CHALLENGER: 50.0})
     once = ["replay A", "call A", "replay B", "call B"]
     assert order[:8] == once + once[2:] + once[:2]
-    assert len(order) == 4 * trials.ROUNDS["cuda"]
+    assert len(order) == 4 * trials.ROUNDS["cuda"] == issued[-1]
+    assert max(b - a for a, b in pairwise([0, *issued])) <= 4 * trials.QUEUED
     assert trial.seconds >= 1, "that of the slowest rank"
     other[:] = [70.0, 45.0]
     trial._duel(CHAMPION, CHALLENGER)

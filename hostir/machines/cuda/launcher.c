@@ -12,7 +12,6 @@
 #include <Python.h>
 
 #include <dlfcn.h>
-#include <errno.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stddef.h>
@@ -234,31 +233,55 @@ static PyObject *open_nccl(PyObject *module, PyObject *path) {
 
 /* ---- the end of the process */
 
-/* What a thread needs that ends the process: numbers of runs, a message, and the time until then. */
+#define LOOK_NS 50000000 /* nanoseconds between two looks at the numbers of runs */
+
+/* What a thread needs that may end the process. */
 typedef struct {
-  struct timespec wait;
-  Counts **counts;
+  double seconds;
   Py_ssize_t streams;
+  Counts **counts;
+  int64_t *begun; /* the runs for which it waits, by stream */
   char *message;
 } Exit;
 
+static double now(void) {
+  struct timespec time;
+  clock_gettime(CLOCK_MONOTONIC, &time);
+  return (double)time.tv_sec + (double)time.tv_nsec / 1e9;
+}
+
+/* It looks no more once the runs have ended: CUDA may then take back the memory of the numbers. */
 static void *end_process(void *argument) {
   Exit *what = argument;
-  nanosleep(&what->wait, NULL);
-  for (Py_ssize_t i = 0; i < what->streams; i++)
-    if (what->counts[i]->begun != what->counts[i]->ended) {
+  const struct timespec pause = {0, LOOK_NS};
+  double deadline = now() + what->seconds;
+  Py_ssize_t i = 0;
+  while (i < what->streams) {
+    if (what->counts[i]->ended >= what->begun[i]) {
+      i++;
+    } else if (now() < deadline) {
+      nanosleep(&pause, NULL);
+    } else {
       ssize_t written = write(STDERR_FILENO, what->message, strlen(what->message));
       (void)written;
       _exit(1);
     }
+  }
   return NULL;
+}
+
+static void exit_free(Exit *what) {
+  free(what->counts);
+  free(what->begun);
+  free(what->message);
+  free(what);
 }
 
 PyDoc_STRVAR(exit_unless_ended_doc,
              "exit_unless_ended(counts, seconds, message)\n--\n\n"
-             "After some seconds, end the process with exit code 1 and a message, unless all runs have ended.\n\n"
-             "`counts` is a tuple of the addresses of numbers of runs. They must stay valid. A thread does this that needs\n"
-             "no Python, so it also works while Python exits. It does nothing if the process has exited before.");
+             "End the process with exit code 1 and a message, unless all runs end within some seconds.\n\n"
+             "`counts` is a tuple of the addresses of numbers of runs. They must stay valid until the runs have ended.\n"
+             "A thread does this that needs no Python, so it also works while Python exits.");
 
 static PyObject *exit_unless_ended(PyObject *module, PyObject *arguments) {
   (void)module;
@@ -267,36 +290,42 @@ static PyObject *exit_unless_ended(PyObject *module, PyObject *arguments) {
   PyObject *counts;
   if (!PyArg_ParseTuple(arguments, "O!ds", &PyTuple_Type, &counts, &seconds, &message))
     return NULL;
+  if (!(seconds >= 0)) /* or not a number */
+    return PyErr_Format(PyExc_ValueError, "a negative time");
   Exit *what = calloc(1, sizeof *what); /* the thread keeps it */
   if (what == NULL)
     return PyErr_NoMemory();
+  what->seconds = seconds;
   what->streams = PyTuple_GET_SIZE(counts);
   what->counts = calloc((size_t)what->streams + 1, sizeof *what->counts);
+  what->begun = calloc((size_t)what->streams + 1, sizeof *what->begun);
   what->message = strdup(message);
-  what->wait = (struct timespec){(time_t)seconds, (long)((seconds - (double)(time_t)seconds) * 1e9)};
-  int code = what->counts == NULL || what->message == NULL ? ENOMEM : 0;
-  for (Py_ssize_t i = 0; code == 0 && i < what->streams; i++) {
+  if (what->counts == NULL || what->begun == NULL || what->message == NULL) {
+    exit_free(what);
+    return PyErr_NoMemory();
+  }
+  for (Py_ssize_t i = 0; i < what->streams; i++) {
     uint64_t address = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(counts, i));
-    if (address == (uint64_t)-1 && PyErr_Occurred())
-      code = EINVAL;
+    if (address == (uint64_t)-1 && PyErr_Occurred()) {
+      exit_free(what);
+      return NULL;
+    }
     what->counts[i] = (Counts *)(uintptr_t)address;
   }
-  if (code == 0) {
-    sigset_t all, before;
-    pthread_t thread;
-    sigfillset(&all); /* no signal interrupts the thread */
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    code = pthread_create(&thread, NULL, end_process, what);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    if (code == 0) {
-      pthread_detach(thread);
-      Py_RETURN_NONE;
-    }
+  for (Py_ssize_t i = 0; i < what->streams; i++)
+    what->begun[i] = what->counts[i]->begun;
+  sigset_t all, before;
+  pthread_t thread;
+  sigfillset(&all); /* the thread handles no signals */
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  int code = pthread_create(&thread, NULL, end_process, what);
+  pthread_sigmask(SIG_SETMASK, &before, NULL);
+  if (code) {
+    exit_free(what);
+    return PyErr_Format(PyExc_OSError, "no thread can be started: %s", strerror(code));
   }
-  free(what->counts);
-  free(what->message);
-  free(what);
-  return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_OSError, "no thread can be started: %s", strerror(code));
+  pthread_detach(thread);
+  Py_RETURN_NONE;
 }
 
 /* ---- running */

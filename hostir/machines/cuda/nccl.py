@@ -42,10 +42,15 @@ SUMMED = {
     torch.bfloat16: (9, "bf16"),
 }
 BYTES = (1, "bytes")
+# By variable: the values with which torch leaves a process alone if a collective does not end.
+LEFT_ALONE = {
+    **dict.fromkeys(("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"), ("0", "2")),
+    **dict.fromkeys(("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"), ("1",)),
+}
 LOOK = 1.0  # the most seconds between two looks of the watchdog, unless its process was stopped
 COUNTS = 1024  # the size of the struct Counts in launcher.c, in elements of int64
 STREAMS = 8  # of callers; an executor keeps as many tapes
-AFTER_ERROR = 5.0  # seconds that a process that exits after an error waits for collectives that are under way
+AFTER_ERROR = 5.0  # seconds in which a collective must end if its process exits after an error
 _all: list[NativeCollectives] = []  # of all sessions; a GPU may write to their memory after a session has ended
 
 
@@ -118,14 +123,15 @@ def _exit_in_time(module: Any) -> None:
     """Make sure that this process exits, even if a collective never ends. Python calls this when it begins to exit.
 
     While Python exits, CUDA may wait for the device, and so for the collective. torch's watchdog does not know of it.
-    If an uncaught exception ends the process, it waits for AFTER_ERROR seconds, and else for the group's timeout.
+    So the native launcher ends the process if the collective does not end: after AFTER_ERROR seconds if the session or
+    the process ends by an error, and otherwise after the group's timeout.
     """
     for each in _all:
         if text := each.under_way():
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(each.memory))  # for the thread, which runs after Python
-            seconds = AFTER_ERROR if hasattr(sys, "last_type") else each.seconds
+            seconds = AFTER_ERROR if each.failed or hasattr(sys, "last_type") else each.seconds
             addresses = tuple(counts.data_ptr() for counts in each.memory)
-            message = f"error: rank {each.rank} is ended: {text} has not ended, and the process could not exit\n"
+            message = f"error: hostir ends rank {each.rank}, which could not exit: {text} has not ended\n"
             module.exit_unless_ended(addresses, seconds, message)
 
 
@@ -147,7 +153,10 @@ class NativeCollectives:
         streams: the numbers of each stream's segments, by the handle of the stream.
         texts: what the collectives of each segment are, as text.
         asked: the time when the watchdog asked last.
+        failed: True if the session has ended by an error.
     """
+
+    failed = False
 
     def __init__(self, seconds: float, device: torch.device, rank: int) -> None:
         self.seconds, self.rank = seconds, rank
@@ -194,8 +203,8 @@ class NativeCollectives:
 
     def under_way(self) -> str:
         """Return a text about a segment that has not ended; empty if all have ended."""
-        texts = (each.oldest() for each in list(self.streams.values()) if each.counts[0] != each.counts[1])
-        text = next(texts, None)
+        oldest = (each.oldest() for each in list(self.streams.values()))
+        text = next((text for text in oldest if text is not None), None)
         return "" if text is None else self.named(text)
 
     def named(self, text: int) -> str:
@@ -229,9 +238,11 @@ class SegmentsOfStream:
         self.ended, self.waited = ended, self.waited + since if stands else 0.0
         return self.oldest() if self.waited >= most else None
 
-    def oldest(self) -> int:
-        """Return the text of the oldest segment under way, as a number; -1 if it is not known."""
+    def oldest(self) -> int | None:
+        """Return the text of the oldest segment under way, as a number. It is None if there is none, -1 if unknown."""
         begun, ended, ring = self.counts[0], self.counts[1], COUNTS - 2
+        if begun == ended:
+            return None
         text: int = self.counts[2 + (ended + 1) % ring]
         return text if begun - ended <= ring else -1
 
@@ -256,8 +267,8 @@ def record_collective(
     datatype = BYTES if op.communication == "allgather" else SUMMED.get(x.dtype)
     if datatype is None:
         return f"hostir does not know how NCCL adds up {x.dtype}"
-    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"):  # torch reads both
-        if (value := os.environ.get(name, "").strip()) in ("0", "2"):
+    for name, values in LEFT_ALONE.items():
+        if (value := os.environ.get(name, "").strip()) in values:
             return f"with {name}={value} torch does not end the process if a collective does not end"
     if reason := library_problem(module):
         return reason

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from math import nan
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -946,14 +947,15 @@ def test_many_runs_may_be_under_way_and_the_oldest_is_named(monkeypatch: pytest.
 EXITING = """
 import ctypes, os, sys, time
 import torch
+from hostir.job.groups import Groups
 from hostir.machines.cuda import native, nccl
 
 path, seconds, what = sys.argv[1:]
-nccl.AFTER_ERROR = 0.1 if what == "error" else 60
+nccl.AFTER_ERROR = 0.1 if what in ("error", "session") else 60
 library, module = ctypes.CDLL(path), native.build()
 module.open(path, native.DriverError)
 assert nccl.library_problem(module, path) == ""
-timeout = {"error": 60, "ends": 3}.get(what, 0.1)
+timeout = {"error": 60, "session": 60, "ends": 3}.get(what, 0.1)
 collectives = nccl.NativeCollectives(timeout, torch.device("cpu"), 3)
 assert collectives.watches(0)
 collectives.entry("'allgather %a -> %b'", 0, 0, 0)
@@ -973,28 +975,33 @@ if what == "child" and os.fork():
     sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
 if what == "error":
     raise ValueError
+if what == "session":
+    groups = Groups(3, torch.device("cpu"), native=collectives)
+    groups.end(done=False)
+    sys.exit(5)
 """
 
 
 @pytest.mark.parametrize(
     ("what", "seconds", "code"),
-    [("hangs", 60, 1), ("error", 60, 1), ("ends", 4, 0), ("nothing begun", 1, 0), ("child", 1, 0)],
+    [("hangs", 60, 1), ("error", 60, 1), ("session", 60, 1), ("ends", 4, 0), ("nothing begun", 1, 0), ("child", 1, 0)],
 )
 def test_a_process_exits_even_if_a_collective_does_not_end(
     what: str, seconds: float, code: int, driver: FakeDriver
 ) -> None:
-    """It waits for the group's timeout, and after an error for a shorter time. A child process waits for nothing."""
+    """A collective may take the group's timeout, and less time after an error. It does not concern a child process."""
     command = [sys.executable, "-c", EXITING, str(driver.path), str(seconds), what]
     done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
     assert done.returncode == code, done.stderr
     assert code or "a destructor waits for the device" in done.stdout
-    ended = "error: rank 3 is ended: 'allgather %a -> %b', or what follows it in its call, has not ended"
+    ended = "error: hostir ends rank 3, which could not exit: 'allgather %a -> %b', or what follows it in its call, has"
     assert (ended in done.stderr) is bool(code), done.stderr
 
 
 def test_what_the_end_of_a_process_cannot_wait_for_is_refused(module: Any) -> None:
-    for arguments in ((), ((1,), "x", ""), ([1], 1.0, ""), ((-1,), 1.0, ""), (("x",), 1.0, "")):
-        with pytest.raises((TypeError, OverflowError)):
+    wrong = ((), ((1,), "x", ""), ([1], 1.0, ""), ((-1,), 1.0, ""), (("x",), 1.0, ""), ((), -1.0, ""), ((), nan, ""))
+    for arguments in wrong:
+        with pytest.raises((TypeError, OverflowError, ValueError)):
             module.exit_unless_ended(*arguments)
 
 
@@ -1015,6 +1022,33 @@ def test_each_stream_has_its_own_numbers(
         assert "allgather" in clock.look(plan.machine.groups.late, plan.machine.native_collectives.seconds + 2)[-1]
     two[1] = 2
     assert not any(clock.look(plan.machine.groups.late, 10))
+
+
+@pytest.mark.parametrize(
+    ("name", "left_alone", "watched"),
+    [
+        *((f"{prefix}NCCL_ASYNC_ERROR_HANDLING", (" 2", "0"), ("1", "3", "")) for prefix in ("TORCH_", "")),
+        *((f"{prefix}NCCL_BLOCKING_WAIT", ("1 ",), ("0", "")) for prefix in ("TORCH_", "")),
+    ],
+)
+def test_torch_calls_nccl_if_it_would_leave_the_process_alone(
+    name: str,
+    left_alone: Sequence[str],
+    watched: Sequence[str],
+    backend: Backend,
+    gpu: Hopper,
+    driver: FakeDriver,
+    module: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for value in (*left_alone, *watched):
+        monkeypatch.setenv(name, value)
+        program, plan = sequential("allgather", gpu, module, collectives=True)
+        for _ in range(3):
+            issued(plan, inputs_of(program, 0), driver)
+        text = plan.tapes.latest.text
+        assert (f"with {name}={value.strip()} torch does not end the process" in text) is (value in left_alone)
+        assert (" by NCCL, " in text) is (value in watched)
 
 
 def test_products_that_read_torchs_settings_remain_with_torch() -> None:
