@@ -110,6 +110,10 @@ def test_the_page_gives_the_host_times_of_the_results() -> None:
         ratios = [r["ratio"] for r in measured if re.search(rf" \+ .*, {strategy}, (issued|results)", r["what"])]
         least, most = (f"{ratio:.2f}" for ratio in (min(ratios), max(ratios)))
         assert re.search(rf"`{strategy}`[^`]* {least} to {most}\b", page), (strategy, least, most)
+    layers = ("column_parallel_linear, no gradients", "row_parallel_linear, no gradients")
+    least, most = sorted(f"{r['ratio']:.2f}" for r in measured if r["what"] in layers)
+    page = " ".join((ROOT / "docs/torch.md").read_text().split())
+    assert f"without gradients take {least} to {most} times as long as by hand" in page
 
 
 @pytest.mark.parametrize("name", ["2", "4"])
