@@ -45,7 +45,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         monkeypatch.setattr(operator, "compute", sum_up)
     monkeypatch.setattr(collectives, "_is_symmetric", lambda x, group_name: True)
     monkeypatch.setattr(collectives, "_get_group_size_by_name", lambda name: RANKS)
-    group = SimpleNamespace(name="0", recalled=lambda *_: None, remember=lambda *_: None)
+    group = SimpleNamespace(name="0", remembered={}, remember=lambda *_: None)
     monkeypatch.setattr(library, "group_named", lambda name: group)
     yield calls
     hi.torch.uninstall()
