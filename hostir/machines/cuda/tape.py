@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from hostir.kernels.parameters import TAPING, KernelLaunch, packed
@@ -137,6 +137,53 @@ class Segment:
         return "\n".join(map(str, self.entries))
 
 
+def without_needless_events(
+    entries: Sequence[TapeEntry], numbers: dict[int, int], *, complete: bool
+) -> list[TapeEntry]:
+    """Return the entries without waits for events that earlier waits imply, and number the events in the texts.
+
+    A wait is needless if its stream is already ordered after everything that the event stands for. Without these waits
+    the entries have the same order.
+
+    Args:
+        entries: the entries of one segment.
+        numbers: the numbers of the events so far, by handle. The function adds the numbers of new events.
+        complete: True if nothing but these entries uses the events. Then records of events are also left out if no wait
+            for the event is left.
+    """
+    # By stream: for this stream and for each stream that it is ordered after, the last piece of work that has ended
+    # before. A piece of work is the number of an entry; -1 stands for all work before the segment.
+    after: dict[int, dict[int, int]] = {}
+    recorded: dict[int, dict[int, int]] = {}  # the same for each event
+    kept: list[TapeEntry] = []
+    for number, entry in enumerate(entries):
+        ended = after.setdefault(entry.stream, {entry.stream: -1})
+        if entry.kind == RECORD:
+            recorded[entry.fields[0]] = dict(ended)
+        elif entry.kind == AWAIT and entry.fields[0] in recorded:
+            event = recorded[entry.fields[0]]
+            if all(ended.get(stream, -2) >= last for stream, last in event.items()):
+                continue
+            ended.update({stream: max(last, ended.get(stream, last)) for stream, last in event.items()})
+        else:  # a wait for an event of an earlier segment orders later work, as work does
+            ended[entry.stream] = number
+        kept.append(entry)
+    awaited = {entry.fields[0] for entry in kept if entry.kind == AWAIT}
+    return [
+        numbered(entry, numbers)
+        for entry in kept
+        if not (complete and entry.kind == RECORD and entry.fields[0] not in awaited)
+    ]
+
+
+def numbered(entry: TapeEntry, numbers: dict[int, int]) -> TapeEntry:
+    """Return an entry. If it records an event or waits for one, its text gets the event's number from `numbers`."""
+    if entry.kind not in (RECORD, AWAIT):
+        return entry
+    number = numbers.setdefault(entry.fields[0], len(numbers))
+    return replace(entry, text=f"{'record' if entry.kind == RECORD else 'wait for'} event {number}")
+
+
 def attribute(number: int, *value: int) -> bytes:
     """Return the bytes of the driver's struct CUlaunchAttribute."""
     return struct.pack("<I4x", number) + struct.pack(f"<{len(value)}I", *value).ljust(64, b"\0")
@@ -161,7 +208,6 @@ class TapeWriter:
         entries: the entries recorded so far.
         place: the index of the step of the plan that is being issued.
         complete: True as long as everything that was launched could be recorded.
-        events: the number of each event in the text of the tape. The keys are the handles of the events.
         kept: tensors that recorded launches use. They must live as long as the recording.
     """
 
@@ -171,7 +217,6 @@ class TapeWriter:
         self.entries: list[TapeEntry] = []
         self.place = 0
         self.complete = True
-        self.events: dict[int, int] = {}
         self.kept: list[Any] = []
 
     def __enter__(self) -> TapeWriter:
@@ -269,12 +314,8 @@ class TapeWriter:
 
     def record(self, event: int, stream: int) -> None:
         """Add an entry that records an event on a stream. Both arguments are handles."""
-        self.add(RECORD, stream, (event,), (), f"record event {self.number_of(event)}")
+        self.add(RECORD, stream, (event,), (), f"record event {event:#x}")
 
     def wait(self, event: int, stream: int) -> None:
         """Add an entry that makes a stream wait for an event. Both arguments are handles."""
-        self.add(AWAIT, stream, (event,), (), f"wait for event {self.number_of(event)}")
-
-    def number_of(self, event: int) -> int:
-        """Return the number of an event in the text of the tape. `event` is the handle of the event."""
-        return self.events.setdefault(event, len(self.events))
+        self.add(AWAIT, stream, (event,), (), f"wait for event {event:#x}")

@@ -22,7 +22,14 @@ from hostir.machines.binding import Step
 from hostir.machines.cuda.native import native
 from hostir.machines.cuda.nccl import NativeCollectives, record_collective
 from hostir.machines.cuda.products import UNIT, record_product
-from hostir.machines.cuda.tape import COLLECTIVE, Memory, Segment, TapeEntry, TapeWriter
+from hostir.machines.cuda.tape import (
+    COLLECTIVE,
+    Memory,
+    Segment,
+    TapeEntry,
+    TapeWriter,
+    without_needless_events,
+)
 from hostir.plan.operations import CALLER, AllocateOp, CollectiveOp, ComputeOp, ViewOp
 
 if TYPE_CHECKING:
@@ -170,6 +177,7 @@ class TapedRun:
         self.steps: list[Step] = []
         self.ends = [0]
         self.lines: list[str] = []
+        self.events: dict[int, int] = {}  # the numbers of the events in the text, by handle
         self.issued = 0
         self.has_segments = False
 
@@ -269,10 +277,11 @@ class TapedRun:
         if first is not None and self.collectives is not None:
             text, number, last = self.plan.describe(self.plan.ops[first.place]), first.stream, self.pending[-1].place
             self.pending.append(self.collectives.entry(text, last, number, self.streams[number]))
-        segment = Segment.of(self.pending)
+        complete = not self.lines and end == len(self.plan.steps)
+        segment = Segment.of(without_needless_events(self.pending, self.events, complete=complete))
         self.add(partial(native(self.module, segment, self.streams), self.plan.registers), end)
         self.lines.append(str(segment))
-        self.issued += len(self.pending)
+        self.issued += len(segment.entries)
         self.pending = []
         self.has_segments = True
 

@@ -200,7 +200,9 @@ class Remembered:
 
     def run(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor | None], Structure]:
         """Repeat the call with other tensors. Return the tensors of the result as one list, and its structure."""
-        executor, operands, flat = self.settled, list[Tensor](), list[Tensor | None]()
+        executor = self.settled
+        operands: list[Tensor] = []
+        flat: list[Tensor | None] = []
         calls = executor.calls
         before, calls.operator = calls.operator, self.operator
         try:

@@ -599,8 +599,8 @@ def test_a_tape_prints_as_text() -> None:
         "stream 1: wait %flags of rank 1+8 >= 3, write 0x99999 = 4",
         "stream 1: copy %a+16 -> %b, 64 bytes",
         "stream 0: copy %a -> %flags of rank 1, 2 rows of 16 bytes",
-        "stream 0: record event 0",
-        "stream 1: wait for event 0",
+        "stream 0: record event 0x77",
+        "stream 1: wait for event 0x77",
     ]
 
 
