@@ -156,10 +156,14 @@ def commit() -> str:
 
 
 def gpus() -> dict[str, Any]:
-    """Return the GPU, the number of GPUs, and the versions of CUDA and NCCL."""
+    """Return the GPU, the number of GPUs, and the versions of CUDA and NCCL; the number of ranks if it is another."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    hosts = ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    count = min(ranks, hosts * torch.cuda.device_count())
     return {
         "gpu": torch.cuda.get_device_name(),
-        "gpus": dist.get_world_size() if dist.is_initialized() else 1,
+        "gpus": count,
+        **({} if count == ranks else {"ranks": ranks}),
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
     }

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.harness import table
-from benchmarks.llama_block import IN_TURN, ISSUED, REPLAYED, exposed
+from benchmarks.llama_block import HOST_IN_TURN, IN_TURN, ISSUED, REPLAYED, exposed
 from benchmarks.scores import cell, cells, in_order
 from benchmarks.steps_chart import cases
 
@@ -32,7 +32,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "hosts": ("hosts",),
     "judge": ("judge",),
     "generate": ("generate",),
-    "llama_block": ("llama_block", "llama_block_sizes", "llama_block_issued"),
+    "llama_block": ("llama_block", "llama_block_sizes", "llama_block_issued", "llama_block_host"),
     "losses": ("losses_100M",),
     "matmul": ("matmul", "fp8_matmul"),
     "matmul_all_reduce": ("matmul_all_reduce", "decode"),
@@ -209,6 +209,16 @@ def blocks(data: dict[str, Any]) -> str:
     return table(["way", *headers, "host us", *turned, "fused operators of a step"], lines)
 
 
+def hosts_in_turn(data: dict[str, Any]) -> str:
+    """Return the table of the host's times of the steps of a block, taken in turn."""
+    lines = [
+        [f"{row['model']}, {row['tokens']} tokens: {way}", cell(us, 0)]
+        for row in data["rows"]
+        for way, us in row[HOST_IN_TURN].items()
+    ]
+    return table(["way", "host us, in turn"], lines)
+
+
 def trained(data: dict[str, Any]) -> str:
     """Return the table of training steps."""
     lines = []
@@ -260,6 +270,7 @@ TABLES: Mapping[str, Callable[[dict[str, Any]], str]] = {
     "llama_block": blocks,
     "llama_block_sizes": blocks,
     "llama_block_issued": blocks,
+    "llama_block_host": hosts_in_turn,
     "train": trained,
     "overhead": hosts,
     "regret": regrets,
