@@ -24,7 +24,7 @@ from hostir.choice.measure import WallClock
 
 L2_FLUSH = 256 << 20  # bytes written before each run, more than L2 holds
 WARM = 4
-CALLS = 20  # the host time is the median of this number of calls
+CALLS = 20  # the host time is the median of this number of calls that count
 
 Name = TypeVar("Name")
 

@@ -28,7 +28,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -76,12 +75,12 @@ def timed(work: Callable[[], Any], repeats: int, settle: Callable[[], Any]) -> f
 def in_turn(works: Sequence[Callable[[], Any]], repeats: int, settle: Callable[[], Any]) -> list[float]:
     """Return the median host time of a call of each function in microseconds. Calls of the functions take turns.
 
-    Each function is called twice in its turn, and the second call counts, as in `Clock.host`.
+    If there are several, each is called twice in its turn, and the second call counts, as in `Clock.host`.
     """
     times: list[list[float]] = [[] for _ in works]
     for n in range(repeats + 5):
         for work, taken in zip(works, times, strict=True):
-            for last in (False, True):
+            for last in (False, True) if len(works) > 1 else (True,):
                 settle()
                 begun = time.perf_counter()
                 work()
@@ -170,12 +169,12 @@ def gathering(joined: Session, repeats: int) -> list[dict[str, Any]]:
 
 
 def eager(joined: Session, repeats: int) -> list[dict[str, Any]]:
-    """Return host times of calls without `out=`, by strategy and by hand. Results are dropped, or 400 of them are kept.
+    """Return host times of calls without `out=`, by strategy and by hand. Results are dropped, or all are kept.
 
     If results are dropped, torch's allocator uses their addresses again. If results are kept, no address repeats.
     """
     ranks, (M, N, K) = joined.size, (2048, 3584, 4096)
-    settle, kept = partial(torch.cuda.synchronize, joined.device), deque[Any](maxlen=400)
+    settle, kept = partial(torch.cuda.synchronize, joined.device), list[Any]()
 
     def call(work: Callable[..., Any], keep: Callable[[Any], Any], parts: Sequence[torch.Tensor]) -> None:
         keep(work(*parts))
@@ -323,7 +322,7 @@ def new_tokens(joined: Session, repeats: int) -> list[dict[str, Any]]:
         with install(strategy=strategy), torch.no_grad():
             for layer, weight in ((column_parallel_linear, up), (row_parallel_linear, down)):
                 rows = 1 if layer is column_parallel_linear else ranks
-                xs = [torch.randn(rows * n, 256, device=device).bfloat16() for n in range(2 * repeats + 12, 2, -1)]
+                xs = [torch.randn(rows * n, 256, device=device).bfloat16() for n in range(repeats + 10, 2, -1)]
                 calls = (partial(layer, x, weight, world) for x in xs)
                 new = timed(lambda: next(calls)(), repeats, partial(synchronize, device))  # noqa: B023  # called here
                 results.append({"what": f"{layer.__name__}, {strategy}, of a new number of tokens", "ours us": new})

@@ -137,36 +137,35 @@ class Segment:
         return "\n".join(map(str, self.entries))
 
 
-def without_needless_events(
+def without_redundant_waits(
     entries: Sequence[TapeEntry], numbers: dict[int, int], *, complete: bool
 ) -> list[TapeEntry]:
-    """Return the entries without waits for events that earlier waits imply, and number the events in the texts.
+    """Remove redundant waits for events, and number the events in the texts.
 
-    A wait is needless if its stream is already ordered after everything that the event stands for. Without these waits
-    the entries have the same order.
+    A wait is redundant if its stream is already ordered after everything before the record of the event. To remove it
+    changes no order between pieces of work.
 
     Args:
         entries: the entries of one segment.
         numbers: the numbers of the events so far, by handle. The function adds the numbers of new events.
-        complete: True if nothing but these entries uses the events. Then records of events are also left out if no wait
-            for the event is left.
+        complete: True if only these entries use the events. Then records that no remaining wait needs are removed, too.
     """
-    # By stream: for this stream and for each stream that it is ordered after, the last piece of work that has ended
-    # before. A piece of work is the number of an entry; -1 stands for all work before the segment.
-    after: dict[int, dict[int, int]] = {}
-    recorded: dict[int, dict[int, int]] = {}  # the same for each event
+    # Vector clocks: for each stream, the last entry of each stream that must end before its next entry begins. -1 means
+    # only the work before the segment. A stream without an entry in the clock is less: no order is known.
+    clocks: dict[int, dict[int, int]] = {}
+    recorded: dict[int, dict[int, int]] = {}  # the clock of the stream that recorded each event
     kept: list[TapeEntry] = []
     for number, entry in enumerate(entries):
-        ended = after.setdefault(entry.stream, {entry.stream: -1})
+        clock = clocks.setdefault(entry.stream, {entry.stream: -1})
         if entry.kind == RECORD:
-            recorded[entry.fields[0]] = dict(ended)
+            recorded[entry.fields[0]] = dict(clock)
         elif entry.kind == AWAIT and entry.fields[0] in recorded:
-            event = recorded[entry.fields[0]]
-            if all(ended.get(stream, -2) >= last for stream, last in event.items()):
+            event_clock = recorded[entry.fields[0]]
+            if all(stream in clock and clock[stream] >= last for stream, last in event_clock.items()):
                 continue
-            ended.update({stream: max(last, ended.get(stream, last)) for stream, last in event.items()})
-        else:  # a wait for an event of an earlier segment orders later work, as work does
-            ended[entry.stream] = number
+            clock.update({stream: max(last, clock.get(stream, last)) for stream, last in event_clock.items()})
+        else:  # a wait for an event that is recorded elsewhere counts as work, so that later records cover it
+            clock[entry.stream] = number
         kept.append(entry)
     awaited = {entry.fields[0] for entry in kept if entry.kind == AWAIT}
     return [

@@ -28,7 +28,7 @@ from hostir.machines.cuda.tape import (
     Segment,
     TapeEntry,
     TapeWriter,
-    without_needless_events,
+    without_redundant_waits,
 )
 from hostir.plan.operations import CALLER, AllocateOp, CollectiveOp, ComputeOp, ViewOp
 
@@ -278,7 +278,7 @@ class TapedRun:
             text, number, last = self.plan.describe(self.plan.ops[first.place]), first.stream, self.pending[-1].place
             self.pending.append(self.collectives.entry(text, last, number, self.streams[number]))
         complete = not self.lines and end == len(self.plan.steps)
-        segment = Segment.of(without_needless_events(self.pending, self.events, complete=complete))
+        segment = Segment.of(without_redundant_waits(self.pending, self.events, complete=complete))
         self.add(partial(native(self.module, segment, self.streams), self.plan.registers), end)
         self.lines.append(str(segment))
         self.issued += len(segment.entries)

@@ -41,13 +41,18 @@ from hostir.machines.cuda import blocks, copies, credits, flags, machine, native
 from hostir.machines.cuda import driver as cuda_driver
 from hostir.machines.cuda.tape import (
     AWAIT,
+    COLLECTIVE,
     COPY,
+    COUNT,
     LAUNCH,
+    MEMORY,
+    MEMSET,
     RECORD,
+    ROWS,
     Segment,
     TapeEntry,
     TapeWriter,
-    without_needless_events,
+    without_redundant_waits,
 )
 from hostir.machines.cuda.taped import IssuedSteps, Tapes
 from hostir.machines.cuda.timeline import Timeline
@@ -60,6 +65,7 @@ from tests.machines.cuda.test_native import NO_COMPILER, FakeDriver, Graph, Set,
 
 __all__ = ["driver", "module"]  # fixtures
 pytestmark = NO_COMPILER
+WORK = LAUNCH, MEMORY, COPY, ROWS, MEMSET, COLLECTIVE, COUNT
 LETTERS = {"i1": "b", "i32": "i", "i64": "l", "fp32": "f", "nvTmaDesc": "m"}
 
 
@@ -187,10 +193,11 @@ def relative(lines: Sequence[str]) -> list[str]:
 def in_order(lines: Sequence[str]) -> list[str]:
     """The work without events. Each line begins with the numbers of the lines that it follows, also by events.
 
-    The work of each stream before and after these lines is work, too: it is called `before` and `after`.
+    The work of each stream before these lines has a negative number, and so has each event that is recorded elsewhere.
+    A last line for each stream says what later work of the stream follows.
     """
-    streams = {line.split(":")[0] for line in lines}
-    follows: dict[str, set[int]] = {stream: {-1 - number} for number, stream in enumerate(sorted(streams))}
+    streams = sorted({line.split(":")[0] for line in lines})
+    follows: dict[str, set[int]] = {stream: {-1 - number} for number, stream in enumerate(streams)}
     events: dict[str, set[int]] = {}
     ordered: list[str] = []
     for line in lines:
@@ -198,31 +205,82 @@ def in_order(lines: Sequence[str]) -> list[str]:
         if what.startswith("record "):
             events[what.split()[1]] = {*follows[stream]}
         elif what.startswith("wait "):
-            follows[stream] |= events.get(what.split()[1], {ord("?")})
+            event = what.split()[1]
+            follows[stream] |= events.get(event, {-1000 - int(event, 0)})
         else:
             ordered.append(f"{sorted(follows[stream])} {line}")
             follows[stream].add(len(ordered) - 1)
-    return [*ordered, *(f"{sorted(follows[stream])} {stream}: after" for stream in sorted(streams))]
+    return [*ordered, *(f"{sorted(follows[stream])} {stream}: after" for stream in streams)]
 
 
 @pytest.mark.parametrize("complete", [False, True])
-def test_needless_events_are_left_out_and_the_order_stays(complete: bool) -> None:
+def test_redundant_waits_are_left_out_and_the_order_stays(complete: bool) -> None:
     random, total, left = Random(), 0, 0
-    for _ in range(500):
+    for _ in range(4000):
         entries = [
-            TapeEntry(random.choice([COPY, RECORD, AWAIT]), n, random.randrange(3), (random.randrange(4),), (), "")
-            for n in range(random.randrange(20))
+            TapeEntry(random.choice([RECORD, AWAIT, random.choice(WORK)]), n, random.randrange(3), (event,), (), "")
+            for n in range(random.randrange(40))
+            for event in [random.randrange(4)]
         ]
-        fewer = without_needless_events(entries, {}, complete=complete)
-        kinds = {COPY: "copy", RECORD: "record", AWAIT: "wait"}
-        lines, remaining = ([f"{e.stream}: {kinds[e.kind]} {e.fields[0]}" for e in each] for each in (entries, fewer))
+        fewer = without_redundant_waits(entries, {}, complete=complete)
+        kinds = {RECORD: "record", AWAIT: "wait"}
+        lines, remaining = (
+            [f"{e.stream}: {kinds.get(e.kind, 'work')} {e.fields[0]}" for e in each] for each in (entries, fewer)
+        )
         total, left = total + len(entries), left + len(fewer)
-        silent = [f"{stream}: copy" for stream in range(3)]  # so that all streams have an order
-        assert in_order([*silent, *remaining]) == in_order([*silent, *lines])
-        if complete:
-            awaited = {entry.fields for entry in fewer if entry.kind == AWAIT}
-            assert {entry.fields for entry in fewer if entry.kind == RECORD} <= awaited
+        silent = [
+            f"{stream}: work" for stream in range(3)
+        ]  # one line for each stream: both lists name the same streams
+        for runs in (1, 2):  # a run may wait for an event of the run before
+            assert in_order([*silent, *remaining * runs]) == in_order([*silent, *lines * runs])
+        awaited = {entry.fields for entry in fewer if entry.kind == AWAIT}
+        records = [
+            entry.fields for entry in entries if entry.kind == RECORD and (not complete or entry.fields in awaited)
+        ]
+        assert [entry.fields for entry in fewer if entry.kind == RECORD] == records
     assert 0 < left < total
+
+
+def test_a_wait_is_redundant_if_an_earlier_wait_implies_it() -> None:
+    steps = [(1, COPY, 0), (1, RECORD, 7), (1, COPY, 0), (1, RECORD, 8), (0, AWAIT, 8), (0, AWAIT, 7), (0, COPY, 0)]
+    entries = [TapeEntry(kind, n, stream, (event,), (), "") for n, (stream, kind, event) in enumerate(steps)]
+    numbers: dict[int, int] = {}
+    fewer = without_redundant_waits(entries, numbers, complete=True)
+    assert [entry.place for entry in fewer] == [0, 2, 3, 4, 6]
+    assert [entry.text for entry in fewer if entry.kind in (RECORD, AWAIT)] == ["record event 0", "wait for event 0"]
+    assert numbers == {8: 0}
+    assert [e.place for e in without_redundant_waits(entries, numbers, complete=False)] == [0, 1, 2, 3, 4, 6]
+    assert numbers == {8: 0, 7: 1}, "an event keeps its number in all segments"
+
+
+PYTHON_BETWEEN = """hostir 1
+mesh @mesh [didx] = 0 1
+program @p(%x: f32[2@didx, 64]) -> (%y) streams 2 {
+  %user = current_stream
+  %r = rank of %x over didx
+  %box: f32[2@didx, 64] = allocate_symmetric
+  %f: flag[2] = allocate_symmetric
+  %y: f32[2@didx, 64] = allocate
+  delay 5 us
+  set_stream 0   signal %f[0] = 1 at %r over didx
+  set_stream 1   wait_signal %f[0] >= 1
+  set_stream %user   synchronize 0   synchronize 1   copy %x -> %y   barrier of %x over didx
+}
+"""
+
+
+def test_an_event_is_recorded_before_a_step_in_python_for_a_wait_after_it(
+    gpu: Hopper, driver: FakeDriver, module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
+    program = hi.parse(PYTHON_BETWEEN)
+    plan = gpu.plan(program, 0, "triton", inputs_of(program, 0))
+    plan.tapes = Tapes(module)
+    logs = [issued(plan, inputs_of(program, 0), driver) for _ in range(4)]
+    first, _, last = plan.tapes.latest.text.partition("by Python")
+    assert "record event 0" in first
+    assert "wait for event 0" in last
+    assert all(relative(log) == relative(logs[0]) for log in logs)
 
 
 @pytest.mark.parametrize("strategy", ["ring", "fused", "push"])
