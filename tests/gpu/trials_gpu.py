@@ -126,7 +126,7 @@ def settled(executor: Executor, layer: Layer, *, out: bool) -> str:
     held = executor.session.symmetric_bytes
     mine = executor.current.symmetric_bytes or 0
     assert held <= 1.01 * mine + 65536, (held, mine)
-    times = "; ".join(f"{t.candidate} {t.us} us, replayed {t.graph:.1f} us" for t in choice.timings)  # type: ignore[union-attr]
+    times = "; ".join(f"{t.candidate} {t.us} us, replayed {t.graph} us" for t in choice.timings)  # type: ignore[union-attr]
     if ON_GPU:
         assert all(timing.graph for timing in choice.timings), times  # type: ignore[union-attr]
     return f"{first:.1f} s, {times}; {held} bytes held"
