@@ -291,7 +291,8 @@ def lowered(subject: Subject, program: hi.Program, variant: Variant, mode: str, 
 def compiled(subject: Subject, mode: str) -> Candidate:
     """Return the choice of `hi.compile` after its trial, called with `out=`, eagerly or from a CUDA graph."""
     inputs, out = subject.inputs(1), subject.out(1)
-    executor, estimate = settled(subject.fusion(1), mode, lambda executor: executor(*inputs, out=out))
+    calls = "graph" if mode == GRAPH else "out"  # as users say who capture calls
+    executor, estimate = settled(subject.fusion(1), mode, lambda executor: executor(*inputs, out=out), calls=calls)
     candidate = with_out(COMPILED, executor, inputs, out, mode)
     replays_itself = subject.on_gpu and not replayed_by_caller(executor)
     if (mode == GRAPH) != replays_itself:
@@ -302,7 +303,7 @@ def compiled(subject: Subject, mode: str) -> Candidate:
 def captured(subject: Subject) -> Candidate:
     """Return a CUDA graph that captures the second call of an executor of `hi.compile`, with an empty cache."""
     inputs, out = subject.inputs(1), subject.out(1)
-    with compiled_with_empty_cache(subject.fusion(1), graphs=False) as executor:
+    with compiled_with_empty_cache(subject.fusion(1), graphs=False, calls="graph") as executor:
         executor(*inputs, out=out)
         return Candidate(CAPTURED, GRAPH, True, replayed(lambda: executor(*inputs, out=out)[0]))
 

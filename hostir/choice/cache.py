@@ -67,10 +67,12 @@ class Entry:
 
         Args:
             digest: the digest of the host program.
-            calls: how the calls were made that took `us` microseconds: `eager` or `out`.
+            calls: how the calls were made that took `us` microseconds: `eager`, `out` or `graph`.
             graph: the time in a replay of a CUDA graph; None if it was not measured.
         """
         us, graph = round(us, 2), None if graph is None else round(graph, 2)
+        if calls == "graph":
+            return Entry(digest, graph=us)
         return Entry(digest, graph=graph, out=us) if calls == "out" else Entry(digest, us, graph)
 
     def time(self, calls: str) -> float | None:

@@ -70,7 +70,8 @@ def compile(
             them.
         calls: how you will make calls on CUDA. `auto` compares candidates by their times when they are called in this
             way. `out`: you pass `out=`, so the executor replays programs without collectives from a CUDA graph.
-            `eager`: you do not pass `out=`. `graph`: you capture the calls in a CUDA graph.
+            `eager`: you do not pass `out=`. `graph`: you capture the calls in a CUDA graph; make a plain call before,
+            which tries the candidates.
         symmetric_limit: the maximum number of bytes of symmetric memory that the program may use on a rank. By default
             the knob HOSTIR_SYMMETRIC_LIMIT decides. `auto` chooses the fastest program within the limit.
         tune: the seconds that trials of candidates may add to the calls of each range of sizes; 0 for no trials. By
@@ -131,8 +132,8 @@ def compiled(
         return Executor(host, sizes=fixed, kernels=chosen_kernels, machine=machine, group=group, **limited)
 
     rank, budget = rank_here(machine, group), TUNE.get(tune)
-    if rank is None or calls == "graph" or options.get("trace") is not None:
-        budget = 0.0  # simulated ranks have no speed; calls in graphs cannot be timed; a trace shows one program
+    if rank is None or options.get("trace") is not None:
+        budget = 0.0  # simulated ranks have no speed; a trace shows one program
     if strategy == AUTO:
         from hostir.choice.ranged import RangedExecutor
 

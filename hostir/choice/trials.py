@@ -15,7 +15,8 @@ host issues the run within that time. A call can be faster than its replay, or s
 candidate is the shorter of the two. The time in which the host issues a call is measured, too. The cost of a candidate
 is the time of the device; if the host takes longer, a part of the difference is added. This lies between the cost of
 replays, for which the host hardly counts, and the cost of calls for which the device must wait. If the costs of two
-candidates are nearly equal, the time of replays counts once more: the caller may capture later calls.
+candidates are nearly equal, the time of replays counts once more: the caller may capture later calls. If the fusion was
+compiled for calls in graphs, only replays are timed and count, and a candidate that cannot be captured is left out.
 
 Calls that are started asynchronously run the candidate that is the fastest in plain calls. Their time is not measured,
 because it depends on the work that they overlap.
@@ -97,10 +98,12 @@ class Trial:
         self.began = time.monotonic()
         self.seconds = 0.0  # the time that the trial has taken on the slowest rank, without the making of plans
         self.runs: dict[Candidate, dict[str, Callable[[], object]]] = {}  # by way, of each candidate that holds memory
-        self.short = self.estimates[rivals[0].candidate] <= SHORT
+        self.in_graphs = ranges.decider.calls == "graph"  # the caller will capture the calls
+        self.short = self.estimates[rivals[0].candidate] <= SHORT and not self.in_graphs
         self.fastest: dict[Candidate, float] = {}  # the device's time for the fastest way, in microseconds
         self.inputs: Sequence[Any] = ()  # the inputs of the calls in the trial
         self.host: dict[Candidate, float] = {}  # the host's time for a call on the slowest rank, in microseconds
+        self.uncaptured: set[Candidate] = set()  # candidates that cannot be captured: their calls are timed
 
     def run(self, inputs: Sequence[Any], out: Any) -> None:
         """Try the candidates with the tensors of a call. All ranks call this, in the same call.
@@ -252,7 +255,8 @@ class Trial:
         if self.device == "cuda":
             self.host[candidate] = statistics.median(_timed(call) for _ in range(ISSUED))
             executor.synchronize()
-        if self.device == "cpu" or self._attempted(record)[0]:  # some cannot be captured: then calls are timed
+        if self.device == "cpu" or self._attempted(record)[0]:
+            self.uncaptured.add(candidate)
             self.runs[candidate] = {CALL: call}
 
     def _compared(self, challenger: Candidate) -> str:
@@ -311,11 +315,12 @@ class Trial:
             known.setdefault(champion, of(medians[champion]))
             known[challenger] = of(medians[challenger]) * known[champion] / of(medians[champion])
         for candidate in (champion, challenger):
-            times[candidate] = fastest[candidate] + HOST * max(self.host[candidate] - fastest[candidate], 0.0)
+            host = 0.0 if self.in_graphs else self.host[candidate]
+            times[candidate] = fastest[candidate] + HOST * max(host - fastest[candidate], 0.0)
         ratio = times[challenger] / times[champion]
         if abs(ratio - 1) <= NEAR:
             ratio *= replays[challenger] / replays[champion]
-        if ratio < 1:
+        if ratio < 1 or (self.in_graphs and champion in self.uncaptured):
             self.progress.best = challenger
 
     def _too_long(self, challenger: Candidate) -> str:
@@ -361,6 +366,8 @@ class Trial:
             self._begin(self.progress.best, inputs, out)
         if not problem:
             self._begin(candidate, inputs, out)
+            if self.in_graphs and candidate in self.uncaptured:
+                problem = "it cannot be captured in a CUDA graph"
         return problem
 
     def _attempted(self, work: Callable[[], object]) -> tuple[str, float]:
@@ -436,8 +443,10 @@ class Trial:
     def _conclude(self) -> None:
         """End the trial: its winner is the choice for the range."""
         self.runs.clear()
-        if self.device == "cpu":  # the timed runs were calls, not replays
-            self.progress.replays.clear()
+        for candidate in self.uncaptured:  # the timed runs were calls, not replays
+            self.progress.replays.pop(candidate, None)
+            if self.in_graphs:
+                self.progress.times.pop(candidate, None)
         self.execute(self.progress.best).unbind(self.inputs)
         self.progress.done, self.progress.seconds = True, time.monotonic() - self.began
         self._publish()

@@ -81,7 +81,9 @@ def _installed() -> bool:
     return _registrations.cache_info().currsize > 0
 
 
-def install(*, strict: bool = False, strategy: str = AUTO, tune: float | None = None) -> Installation:
+def install(
+    *, strict: bool = False, strategy: str = AUTO, tune: float | None = None, graphs: bool = False
+) -> Installation:
     """Make hostir run eight operators of `torch.ops.symm_mem`, on CUDA and on CPU. Torch has no kernels for the CPU.
 
     The operators are `fused_all_gather_matmul`, `fused_matmul_reduce_scatter`, `fused_all_gather_scaled_matmul`,
@@ -103,13 +105,16 @@ def install(*, strict: bool = False, strategy: str = AUTO, tune: float | None = 
         strategy: `auto`, or a strategy of `hi.lower`. It also applies to the functions and layers of `hostir.torch`.
         tune: the seconds that trials of candidates may add to the calls of each range of sizes, as for `hi.compile`. It
             applies to fusions that are compiled later.
+        graphs: True if you capture the calls in CUDA graphs, also by `torch.compile(mode="reduce-overhead")`. Then
+            candidates are compared by the times of replays, as with `hi.compile(calls="graph")`.
     """
-    if not isinstance(strict, bool):
-        raise error(f"strict={strict!r}", user_span(), expected="True or False")
+    for name, value in (("strict", strict), ("graphs", graphs)):
+        if not isinstance(value, bool):
+            raise error(f"{name}={value!r}", user_span(), expected="True or False")
     check_strategy(strategy)
     TUNE.get(tune)  # checks it
     functions = implementations.check_signatures(strict)
-    SETTINGS.strategy, SETTINGS.strict, SETTINGS.tune = strategy, strict, tune
+    SETTINGS.change(strategy, strict, tune, graphs)
     if not _installed():
         _registrations()
         implementations.take_over(functions)
@@ -123,4 +128,4 @@ def uninstall() -> None:
         torchs.drop()
     _registrations.cache_clear()
     implementations.give_back()
-    SETTINGS.strategy, SETTINGS.strict, SETTINGS.tune = AUTO, False, None
+    SETTINGS.change(AUTO, strict=False, tune=None, graphs=False)

@@ -149,3 +149,9 @@ def test_the_default_cache_is_in_the_users_cache_folder(monkeypatch: pytest.Monk
         monkeypatch.delenv("XDG_CACHE_HOME")
         monkeypatch.setenv("HOME", str(tmp_path))
         assert cache.folder() == tmp_path / ".cache" / "hostir" / "tuning"
+
+
+def test_a_trial_of_calls_in_graphs_measures_replays() -> None:
+    entry = Entry.of("d", "graph", 12.345, 12.3)
+    assert entry == Entry("d", graph=12.35)
+    assert (entry.time("graph"), entry.time("eager"), entry.time("out")) == (12.35, None, None)

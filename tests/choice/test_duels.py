@@ -36,6 +36,15 @@ def test_the_cost_decides_and_if_costs_are_nearly_equal_the_device_counts_once_m
     assert won([(us,) for us in device], host) is wins
 
 
+def test_the_host_does_not_count_for_calls_in_graphs() -> None:
+    times, host = [(20.0,), (18.0,)], (30.0, 70.0)
+    assert not won(times, host)
+    assert won(times, host, in_graphs=True)
+    assert not won([*reversed(times)], host, in_graphs=True)
+    assert won([*reversed(times)], host, in_graphs=True, uncaptured=[CHAMPION]), "it cannot be captured"
+    assert not won([*reversed(times)], host, uncaptured=[CHAMPION])
+
+
 @pytest.mark.parametrize(
     ("champion", "challenger", "wins"),
     [
@@ -51,10 +60,21 @@ def test_the_time_of_the_device_is_that_of_a_replay_or_of_a_call(
     assert won([champion, challenger], (10.0, 10.0)) is wins
 
 
-def won(device: Sequence[Sequence[float]], host: Sequence[float]) -> bool:
+def won(
+    device: Sequence[Sequence[float]],
+    host: Sequence[float],
+    *,
+    in_graphs: bool = False,
+    uncaptured: Sequence[Candidate] = (),
+) -> bool:
     """Return True if the challenger wins, with these times of the champion and of the challenger."""
     trial = object.__new__(Trial)
-    trial.progress, trial.fastest = TrialState(CHAMPION), {}
+    trial.progress, trial.fastest, trial.in_graphs, trial.uncaptured = (
+        TrialState(CHAMPION),
+        {},
+        in_graphs,
+        {*uncaptured},
+    )
     trial.host = dict(zip((CHAMPION, CHALLENGER), host, strict=True))
     trial._compare(CHAMPION, CHALLENGER, dict(zip((CHAMPION, CHALLENGER), device, strict=True)))
     return trial.progress.best == CHALLENGER
@@ -145,11 +165,12 @@ def test_short_calls_are_timed_besides_their_replays(
 
     executor, trial = Executor(), object.__new__(Trial)
     monkeypatch.setattr(Trial, "_exchange", lambda self, mine: [mine])
-    trial.device, trial.session, trial.host, trial.runs = "cuda", None, {}, {}
+    trial.device, trial.session, trial.host, trial.runs, trial.uncaptured = "cuda", None, {}, {}, set()
     trial.short = estimate <= trials.SHORT
     trial.execute = lambda candidate: executor  # type: ignore[assignment, return-value]
     trial._begin(CHAMPION, [], None)
     assert [*trial.runs[CHAMPION]] == ways
+    assert trial.uncaptured == (set() if captured else {CHAMPION})
     before = executor.calls
     trial.runs[CHAMPION][ways[-1]]()
     assert executor.calls - before == (ways[-1] == trials.CALL)
@@ -164,3 +185,33 @@ def test_the_time_for_a_duel_is_that_of_all_ways_to_run_the_candidates(ways: int
     names = [trials.REPLAY, trials.CALL][:ways]
     trial.runs = {CHAMPION: dict.fromkeys(names, list)}
     assert trial._too_long(CHALLENGER) == reason
+
+
+@pytest.mark.parametrize("in_graphs", [False, True])
+def test_the_times_of_a_candidate_that_cannot_be_captured_are_not_times_of_replays(
+    in_graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial, published = object.__new__(Trial), list[TrialState]()
+    monkeypatch.setattr(Trial, "_publish", lambda self: published.append(self.progress))
+    trial.progress, trial.in_graphs, trial.uncaptured = TrialState(CHAMPION), in_graphs, {CHALLENGER}
+    trial.progress.times |= {CHAMPION: 20.0, CHALLENGER: 30.0}
+    trial.progress.replays |= {CHAMPION: 19.0, CHALLENGER: 30.0}
+    trial.runs, trial.inputs, trial.began = {}, [], 0.0
+    trial.execute = lambda candidate: SimpleNamespace(unbind=list)  # type: ignore[assignment, return-value]
+    trial._conclude()
+    assert published == [trial.progress]
+    assert trial.progress.replays == {CHAMPION: 19.0}
+    assert trial.progress.times == {CHAMPION: 20.0, **({} if in_graphs else {CHALLENGER: 30.0})}
+
+
+def test_a_challenger_that_cannot_be_captured_is_left_out_of_calls_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = object.__new__(Trial)
+    executor = SimpleNamespace(plans=[1], prepare=lambda inputs, out: None)
+    trial.execute = lambda candidate: executor  # type: ignore[assignment, return-value]
+    trial.progress, trial.device, trial.session = TrialState(CHAMPION), "cpu", None
+    trial.ranges = SimpleNamespace(compiling={})  # type: ignore[assignment]
+    monkeypatch.setattr(Trial, "_exchange", lambda self, mine: [mine])
+    monkeypatch.setattr(Trial, "_begin", lambda self, candidate, inputs, out: self.uncaptured.add(candidate))
+    for trial.in_graphs, reason in ((False, ""), (True, "it cannot be captured in a CUDA graph")):
+        trial.uncaptured = set()
+        assert trial._prepared(CHALLENGER, [], None) == reason

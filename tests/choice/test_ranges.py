@@ -7,6 +7,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -350,3 +351,14 @@ def test_two_threads_of_a_rank_alone_try_the_candidates_once(monkeypatch: pytest
     for thread in threads:
         thread.join()
     assert len(begun) == 1
+
+
+@pytest.mark.parametrize(
+    ("machine", "calls", "tries"), [("cuda", "out", True), ("cuda", "graph", True), ("gloo", "graph", False)]
+)
+def test_calls_in_graphs_are_tried_on_gpus(machine: str, calls: str, tries: bool) -> None:
+    every = Ranges(Decider(LARGE.program(), replace(GPUS, machine=machine), calls=calls), {})
+    every.budget = 2.0
+    assert bool(every.rivals({"M": 4096})) is tries
+    every.budget = 0.0
+    assert not every.rivals({"M": 4096})

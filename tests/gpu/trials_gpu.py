@@ -197,6 +197,31 @@ def a_capture_at_the_second_call() -> str:
 
 
 @for_gpus
+def calls_in_graphs() -> str:
+    """The caller says that it captures the calls: only replays are timed, and the one that replays fastest runs."""
+    executor, layer = hi.compile(gathered(name="gathered_in_graphs"), calls="graph", tune=2), Layer(gathered(), 64)
+    layer.call(executor, out=False)
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        (c,) = executor(layer.a, layer.b)
+    for _ in range(20):
+        layer.renew()
+        c.fill_(float("nan"))
+        graph.replay()
+        layer.check(c)
+    assert isinstance(executor, RangedExecutor)
+    choice = executor.ranges.choice({"M": 64})
+    assert choice.source == "measured"
+    assert all(timing.graph is not None and abs(timing.us - timing.graph) < 0.1 for timing in choice.timings)
+    del graph, c
+    torch.cuda.synchronize()
+    dist.barrier()
+    return str(choice)
+
+
+@for_gpus
 def reduce_overhead() -> str:
     """torch.compile captures graphs after one warm-up run: 90 steps, each compared."""
     group = dist.group.WORLD.group_name  # type: ignore[union-attr]

@@ -466,6 +466,8 @@ def wrong_arguments_are_refused_with_torchs_messages() -> None:
                 OPS._low_contention_reduce_scatter(a, "max", group())
     with pytest.raises(hi.HostIRError, match="unknown strategy 'rnig'"):
         hi.torch.install(strategy="rnig")
+    with pytest.raises(hi.HostIRError, match=r"graphs='yes'.*True or False"):
+        hi.torch.install(graphs="yes")  # type: ignore[arg-type]
 
 
 @case

@@ -38,11 +38,19 @@ class Settings:
         strategy: the strategy of all operators.
         strict: True if a call that hostir cannot run raises HostIRError. Otherwise torch runs it.
         tune: as for `hi.compile`.
+        graphs: True if the caller captures calls in CUDA graphs, so that the times of replays count.
     """
 
     strategy: str = AUTO
     strict: bool = False
     tune: float | None = None
+    graphs: bool = False
+
+    def change(self, strategy: str, strict: bool, tune: float | None, graphs: bool) -> None:
+        """Change all settings. Calls that were made with other settings are not repeated."""
+        self.strategy, self.strict, self.tune, self.graphs = strategy, strict, tune, graphs
+        for group in [*_groups.values()]:
+            group.remembered.clear()
 
 
 class ThreadState(threading.local):
@@ -286,4 +294,5 @@ class OperatorCall:
         self, build: Callable[..., Program], key: tuple[Any, ...], inputs: Sequence[Tensor], calls: str, dtype: str = ""
     ) -> Executor:
         dtype, device = dtype or dtype_of(inputs), inputs[0].device
+        calls = "graph" if SETTINGS.graphs else calls
         return self.group.program(build, dtype, *key, strategy=SETTINGS.strategy, device=device, calls=calls)
