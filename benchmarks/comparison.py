@@ -289,13 +289,15 @@ def lowered(subject: Subject, program: hi.Program, variant: Variant, mode: str, 
 
 
 def compiled(subject: Subject, mode: str) -> Candidate:
-    """Return the choice of `hi.compile` after its trial, called with `out=`, eagerly or from a CUDA graph."""
+    """Return the choice of `hi.compile` after its trial, called with `out=`, eagerly or from a CUDA graph.
+
+    Callers in CUDA graphs pass `calls="graph"`. On GPUs their choice is the one that the row names.
+    """
     inputs, out = subject.inputs(1), subject.out(1)
-    calls = "graph" if mode == GRAPH else "out"  # as users say who capture calls
+    calls = "graph" if mode == GRAPH else "out"
     executor, estimate = settled(subject.fusion(1), mode, lambda executor: executor(*inputs, out=out), calls=calls)
     candidate = with_out(COMPILED, executor, inputs, out, mode)
-    replays_itself = subject.on_gpu and not replayed_by_caller(executor)
-    if (mode == GRAPH) != replays_itself:
+    if (mode == GRAPH) != subject.on_gpu:
         return candidate
     return replace(candidate, choice=name_of(executor.choice), estimate=estimate)
 

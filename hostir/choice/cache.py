@@ -27,7 +27,7 @@ from hostir.knobs import CACHE
 if TYPE_CHECKING:
     from hostir.choice.platforms import Platform
 
-FORMAT = 2
+FORMAT = 3
 T = TypeVar("T")
 
 
@@ -89,7 +89,8 @@ class Entry:
         if self.digest != later.digest or later.failure:
             return later
         times = {name: getattr(later, name) or getattr(self, name) for name in ("eager", "graph", "out")}
-        return replace(later, **times, replays=self.replays and later.replays)
+        replays = later.replays and (self.replays or later.graph is not None)  # a later capture may succeed
+        return replace(later, **times, replays=replays)
 
 
 Entries = Mapping[Candidate, Entry]

@@ -31,7 +31,7 @@ class RangedExecutor(Executor):
 
     The executor of a candidate is made when a call first needs it. Before the first call of a range of sizes, a `Trial`
     may run several candidates. This holds for plain calls and for calls that are started asynchronously. A started call
-    runs the candidate that is the fastest in plain calls.
+    runs the candidate that is the fastest in the trial.
 
     If this object lacks an attribute, the attribute is looked up in `current`, the executor of the latest call.
 

@@ -124,7 +124,7 @@ class Ranges:
         The fastest comes first: by measurements if some were measured before, else by estimates. The tuple is empty if
         there is nothing to compare, or if all were measured before.
         """
-        if not self.budget or (self.decider.calls == "graph" and self.decider.platform.machine != "cuda"):
+        if not self.budget:
             return ()
         choice = self.choice(sizes)
         best = choice.taken if choice.source == MEASURED else None

@@ -18,7 +18,7 @@ replays, for which the host hardly counts, and the cost of calls for which the d
 candidates are nearly equal, the time of replays counts once more: the caller may capture later calls. If the fusion was
 compiled for calls in graphs, only replays are timed and count, and a candidate that cannot be captured is left out.
 
-Calls that are started asynchronously run the candidate that is the fastest in plain calls. Their time is not measured,
+Calls that are started asynchronously run the candidate that is the fastest in the trial. Their time is not measured,
 because it depends on the work that they overlap.
 
 If a challenger cannot be planned, or if a call of it fails on a rank, all ranks leave it out, and rank 0 warns. After
@@ -62,6 +62,7 @@ HOST = 0.25  # the part of the time that counts if the host takes longer than th
 SHORT = 500.0  # microseconds; for runs that take longer, it does not matter whether they are replays or calls
 QUEUED = 3  # rounds of a duel that the host may be ahead: if the device's queue were full, the host would wait for it
 REPLAY, CALL = "replay", "call"  # ways to run a candidate
+NO_CAPTURE = "it cannot be captured in a CUDA graph"
 COMPILING = 20.0  # seconds that all trials of a fusion together may take to plan and compile challengers
 PATIENCE = 600.0  # seconds that ranks wait for a rank that compiles kernels of a candidate
 SHOWN_AFTER = 1.0  # seconds after which a trial shows its progress at a terminal
@@ -234,6 +235,7 @@ class Trial:
     def _begin(self, candidate: Candidate, inputs: Sequence[Any], out: Any) -> None:
         """Make the first calls of a candidate, and prepare timed runs."""
         executor, results = self.execute(candidate), list[Any]()
+        self.uncaptured.discard(candidate)
 
         def call() -> None:
             executor(*inputs, out=None if out is None else results)
@@ -252,7 +254,7 @@ class Trial:
             call()
         executor.synchronize()
         self.host[candidate] = 0.0
-        if self.device == "cuda":
+        if self.device == "cuda" and not self.in_graphs:
             self.host[candidate] = statistics.median(_timed(call) for _ in range(ISSUED))
             executor.synchronize()
         if self.device == "cpu" or self._attempted(record)[0]:
@@ -367,7 +369,7 @@ class Trial:
         if not problem:
             self._begin(candidate, inputs, out)
             if self.in_graphs and candidate in self.uncaptured:
-                problem = "it cannot be captured in a CUDA graph"
+                problem = NO_CAPTURE
         return problem
 
     def _attempted(self, work: Callable[[], object]) -> tuple[str, float]:
@@ -447,6 +449,7 @@ class Trial:
             self.progress.replays.pop(candidate, None)
             if self.in_graphs:
                 self.progress.times.pop(candidate, None)
+                self.progress.refused.setdefault(candidate, NO_CAPTURE)
         self.execute(self.progress.best).unbind(self.inputs)
         self.progress.done, self.progress.seconds = True, time.monotonic() - self.began
         self._publish()

@@ -59,7 +59,7 @@ class Installation:
     def __repr__(self) -> str:
         if not _installed():
             return "torch's own functions run its operators: hostir has given them back"
-        strict = ", strict" if SETTINGS.strict else ""
+        strict = f"{', strict' if SETTINGS.strict else ''}{', for CUDA graphs' if SETTINGS.graphs else ''}"
         return f"hostir runs {', '.join((*self.operators, *self.functions))} (strategy '{SETTINGS.strategy}'{strict})"
 
 
@@ -106,7 +106,8 @@ def install(
         tune: the seconds that trials of candidates may add to the calls of each range of sizes, as for `hi.compile`. It
             applies to fusions that are compiled later.
         graphs: True if you capture the calls in CUDA graphs, also by `torch.compile(mode="reduce-overhead")`. Then
-            candidates are compared by the times of replays, as with `hi.compile(calls="graph")`.
+            candidates are compared by the times of replays, as with `hi.compile(calls="graph")`. Plain calls then run
+            the same candidates.
     """
     for name, value in (("strict", strict), ("graphs", graphs)):
         if not isinstance(value, bool):

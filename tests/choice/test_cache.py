@@ -155,3 +155,9 @@ def test_a_trial_of_calls_in_graphs_measures_replays() -> None:
     entry = Entry.of("d", "graph", 12.345, 12.3)
     assert entry == Entry("d", graph=12.35)
     assert (entry.time("graph"), entry.time("eager"), entry.time("out")) == (12.35, None, None)
+    both = Entry("d", 30.0, out=29.0, replays=False).merged(entry)
+    assert (both.time("graph"), both.time("eager"), both.time("out")) == (12.35, 30.0, 29.0), (
+        "a capture succeeded later"
+    )
+    assert both.merged(Entry.of("d", "eager", 31.0)).time("graph") == 12.35
+    assert Entry("d", 30.0, replays=False).merged(Entry.of("d", "eager", 31.0)).time("graph") == 31.0

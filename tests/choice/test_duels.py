@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hostir.choice import trials
-from hostir.choice.choices import Candidate, TrialState
+from hostir.choice.choices import Candidate, Timing, TrialState
 from hostir.choice.trials import Trial
 
 CHAMPION, CHALLENGER = Candidate("ring", 1, "triton"), Candidate("push", 1, "triton")
@@ -139,21 +139,24 @@ def test_a_duel_measures_replays_and_calls_and_the_host_in_calls(monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("estimate", "captured", "ways"),
+    ("estimate", "calls", "captured", "ways"),
     [
-        (400.0, True, [trials.REPLAY, trials.CALL]),
-        (600.0, True, [trials.REPLAY]),
-        (400.0, False, [trials.CALL]),
+        (400.0, "eager", True, [trials.REPLAY, trials.CALL]),
+        (600.0, "eager", True, [trials.REPLAY]),
+        (400.0, "out", False, [trials.CALL]),
+        (400.0, "graph", True, [trials.REPLAY]),
+        (400.0, "graph", False, [trials.CALL]),
     ],
 )
-def test_short_calls_are_timed_besides_their_replays(
-    estimate: float, captured: bool, ways: Sequence[str], monkeypatch: pytest.MonkeyPatch
+def test_short_calls_are_timed_besides_their_replays_unless_the_caller_captures_them(
+    estimate: float, calls: str, captured: bool, ways: Sequence[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Executor:
-        calls = 0
+        count = 0
+        machine, session, calls = "cuda", None, None
 
         def __call__(self, *inputs: object, out: object = None) -> list[str]:
-            self.calls += 1
+            self.count += 1
             return ["result"]
 
         def record(self, inputs: object, outs: object) -> SimpleNamespace:
@@ -163,17 +166,20 @@ def test_short_calls_are_timed_besides_their_replays(
 
         def synchronize(self) -> None: ...
 
-    executor, trial = Executor(), object.__new__(Trial)
+    executor, chosen = Executor(), SimpleNamespace(calls=calls)
+    ranges: Any = SimpleNamespace(choice=lambda sizes: None, budget=1.0, decider=chosen)
+    trial = Trial("trial", [Timing(CHAMPION, estimate)], ranges, {}, lambda candidate: executor)  # type: ignore[arg-type, return-value]
     monkeypatch.setattr(Trial, "_exchange", lambda self, mine: [mine])
-    trial.device, trial.session, trial.host, trial.runs, trial.uncaptured = "cuda", None, {}, {}, set()
-    trial.short = estimate <= trials.SHORT
-    trial.execute = lambda candidate: executor  # type: ignore[assignment, return-value]
     trial._begin(CHAMPION, [], None)
     assert [*trial.runs[CHAMPION]] == ways
     assert trial.uncaptured == (set() if captured else {CHAMPION})
-    before = executor.calls
+    assert executor.count == trials.WARM["cuda"] + (0 if calls == "graph" else trials.ISSUED)
+    before = executor.count
     trial.runs[CHAMPION][ways[-1]]()
-    assert executor.calls - before == (ways[-1] == trials.CALL)
+    assert executor.count - before == (ways[-1] == trials.CALL)
+    captured = True
+    trial._begin(CHAMPION, [], None)
+    assert not trial.uncaptured, "a later capture may succeed"
 
 
 @pytest.mark.parametrize(("ways", "reason"), [(1, ""), (2, "not tried: HOSTIR_TUNE allows trials 0.005 s")])
@@ -202,6 +208,7 @@ def test_the_times_of_a_candidate_that_cannot_be_captured_are_not_times_of_repla
     assert published == [trial.progress]
     assert trial.progress.replays == {CHAMPION: 19.0}
     assert trial.progress.times == {CHAMPION: 20.0, **({} if in_graphs else {CHALLENGER: 30.0})}
+    assert trial.progress.refused == ({CHALLENGER: "it cannot be captured in a CUDA graph"} if in_graphs else {})
 
 
 def test_a_challenger_that_cannot_be_captured_is_left_out_of_calls_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:

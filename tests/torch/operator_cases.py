@@ -19,6 +19,7 @@ import torch.distributed._symmetric_memory as symm_mem
 
 import hostir as hi
 import hostir.torch
+from hostir.torch.ops import running
 from hostir.torch.ops.library import Operator
 from hostir.torch.ops.running import group_named
 from tests.torch.on_ranks import (
@@ -466,8 +467,22 @@ def wrong_arguments_are_refused_with_torchs_messages() -> None:
                 OPS._low_contention_reduce_scatter(a, "max", group())
     with pytest.raises(hi.HostIRError, match="unknown strategy 'rnig'"):
         hi.torch.install(strategy="rnig")
-    with pytest.raises(hi.HostIRError, match=r"graphs='yes'.*True or False"):
+    with pytest.raises(hi.HostIRError, match=r"(?s)graphs='yes'.*True or False"):
         hi.torch.install(graphs="yes")  # type: ignore[arg-type]
+
+
+@case
+def the_setting_for_graphs_ends_with_the_installation() -> None:
+    with hi.torch.install(graphs=True) as installed:
+        assert running.SETTINGS.graphs
+        assert ", for CUDA graphs)" in repr(installed)
+        a, b = torch.randn(4, 8), torch.randn(8, 4)
+        with hi.torch.install():
+            assert not running.SETTINGS.graphs
+        hi.torch.install(graphs=True)
+        _, (product,) = OPS.fused_all_gather_matmul(a, [b], 0, group())
+        assert product.shape == (4 * RANKS, 4)
+    assert not running.SETTINGS.graphs
 
 
 @case

@@ -101,8 +101,7 @@ def test_the_number_of_calls_survives_clearing_the_report() -> None:
 
 def test_calls_that_the_caller_captures_have_programs_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    group = cast(Any, SimpleNamespace(program=lambda *key, calls, **options: asked.append(calls), remembered={1: ()}))
-    monkeypatch.setattr(running, "_groups", {"g": group})
+    group = cast(Any, SimpleNamespace(program=lambda *key, calls, **options: asked.append(calls)))
     call = object.__new__(running.OperatorCall)
     call.name, call.group = "op", group
     settings = running.Settings()
@@ -110,8 +109,6 @@ def test_calls_that_the_caller_captures_have_programs_of_their_own(monkeypatch: 
     x = torch.ones(2)
     for graphs in (False, True):
         settings.change("auto", strict=False, tune=None, graphs=graphs)
-        assert not group.remembered, "a remembered call would run the program of the other setting"
-        group.remembered[1] = ()
         for calls in ("eager", "out"):
             call._executor(build, (), [x], calls)
     assert asked == ["eager", "out", "graph", "graph"]

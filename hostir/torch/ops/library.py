@@ -60,7 +60,10 @@ class Operator:
             THREAD.executed.others = True
         if THREAD.tracing:
             return self.computed(args, options)
-        key, tensors = (None, []) if self.group_index is None else key_of((self.name, SETTINGS.strategy), args, options)
+        if self.group_index is None:
+            key, tensors = None, list[Tensor]()
+        else:
+            key, tensors = key_of((self.name, SETTINGS.strategy, SETTINGS.graphs), args, options)
         if key is None or self.group_index is None:
             with torch._C._AutoDispatchBelowAutograd():
                 return self.computed(args, options)
@@ -83,7 +86,7 @@ class Operator:
             return None, []
         if THREAD.executed is not None:
             THREAD.executed.others = True
-        key, tensors = key_of((self.name, SETTINGS.strategy), args, options)
+        key, tensors = key_of((self.name, SETTINGS.strategy, SETTINGS.graphs), args, options)
         if key is not None:
             for call in group_named(args[self.group_index]).remembered.get(key, ()):  # a loop makes no function calls
                 if call.fits(*tensors):

@@ -232,7 +232,7 @@ def _apart(tensors: Sequence[Tensor]) -> bool:
 
 
 def key_of(
-    name: tuple[str, ...], args: Sequence[Any], options: dict[str, Any]
+    name: tuple[Any, ...], args: Sequence[Any], options: dict[str, Any]
 ) -> tuple[tuple[Any, ...] | None, list[Tensor]]:
     """Return the key by which a call is remembered, and the tensors among its arguments.
 

@@ -47,10 +47,8 @@ class Settings:
     graphs: bool = False
 
     def change(self, strategy: str, strict: bool, tune: float | None, graphs: bool) -> None:
-        """Change all settings. Calls that were made with other settings are not repeated."""
+        """Change all settings."""
         self.strategy, self.strict, self.tune, self.graphs = strategy, strict, tune, graphs
-        for group in [*_groups.values()]:
-            group.remembered.clear()
 
 
 class ThreadState(threading.local):
