@@ -86,18 +86,19 @@ class Clock:
     def host(self, works: Mapping[Name, Callable[[], Any]]) -> dict[Name, float]:
         """Return the time that the host takes to issue each piece of work. The device is idle when the work begins.
 
-        The pieces run in turn, because the speed of a host changes within seconds. Each piece runs twice in its turn,
-        and the second run counts: programs repeat their work, and the first run after another piece finds cold caches.
+        The pieces run in turn, because the speed of a host changes within seconds. If there are several, each one runs
+        twice in its turn, and the second run counts: programs repeat their work, and the first run after another piece
+        finds cold caches.
         """
         spans: dict[Name, list[float]] = {name: [] for name in works}
         for _ in range(CALLS):
             for name, work in works.items():
-                for _ in range(2):
+                for last in (False, True) if len(works) > 1 else (True,):
                     synchronize(self.device)
                     start = time.perf_counter()
                     work()
-                    taken = (time.perf_counter() - start) * 1e6
-                spans[name].append(taken)
+                    if last:
+                        spans[name].append((time.perf_counter() - start) * 1e6)
         synchronize(self.device)
         return self.slowest(spans)
 
