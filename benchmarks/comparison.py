@@ -289,15 +289,12 @@ def lowered(subject: Subject, program: hi.Program, variant: Variant, mode: str, 
 
 
 def compiled(subject: Subject, mode: str) -> Candidate:
-    """Return the choice of `hi.compile` after its trial, called with `out=`, eagerly or from a CUDA graph.
-
-    Callers in CUDA graphs pass `calls="graph"`. On GPUs their choice is the one that the row names.
-    """
+    """Return the choice of `hi.compile` after its trial, called with `out=`, eagerly or from a CUDA graph."""
     inputs, out = subject.inputs(1), subject.out(1)
-    calls = "graph" if mode == GRAPH else "out"
-    executor, estimate = settled(subject.fusion(1), mode, lambda executor: executor(*inputs, out=out), calls=calls)
+    executor, estimate = settled(subject.fusion(1), mode, lambda executor: executor(*inputs, out=out))
     candidate = with_out(COMPILED, executor, inputs, out, mode)
-    if (mode == GRAPH) != subject.on_gpu:
+    replays_itself = subject.on_gpu and not replayed_by_caller(executor)
+    if (mode == GRAPH) != replays_itself:
         return candidate
     return replace(candidate, choice=name_of(executor.choice), estimate=estimate)
 
@@ -305,7 +302,7 @@ def compiled(subject: Subject, mode: str) -> Candidate:
 def captured(subject: Subject) -> Candidate:
     """Return a CUDA graph that captures the second call of an executor of `hi.compile`, with an empty cache."""
     inputs, out = subject.inputs(1), subject.out(1)
-    with compiled_with_empty_cache(subject.fusion(1), graphs=False, calls="graph") as executor:
+    with compiled_with_empty_cache(subject.fusion(1), graphs=False) as executor:
         executor(*inputs, out=out)
         return Candidate(CAPTURED, GRAPH, True, replayed(lambda: executor(*inputs, out=out)[0]))
 

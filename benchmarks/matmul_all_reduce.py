@@ -204,7 +204,7 @@ class Decoder(Subject):
         estimate = ""
         if name == COMPILED:
             call = lambda executor: executor(self.x, *self.weights[0], out=self.results[0])  # noqa: E731
-            executor, estimate = settled(self.fusion(1), mode, call, calls="graph" if mode == GRAPH else "out")
+            executor, estimate = settled(self.fusion(1), mode, call)
         else:
             executor = hi.compile(self.fusion(1), name, timeout=PATIENCE)
         executor.watchdog = None

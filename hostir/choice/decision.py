@@ -16,6 +16,7 @@ from hostir.choice.choices import (
     ESTIMATED,
     FALLBACK,
     MEASURED,
+    NO_CAPTURE,
     Candidate,
     Choice,
     Impossible,
@@ -212,8 +213,8 @@ class Decider:
         self.program = with_hosts_of(program, platform)
         self.platform = platform
         self.kernels = kernels
-        captures = platform.machine not in ("gloo", "local")  # the other machines have no CUDA graphs
-        self.calls = calls if captures or calls != "graph" else "eager"
+        without_graphs = platform.machine in ("gloo", "local")  # CPU processes and simulated ranks
+        self.calls = "eager" if calls == "graph" and without_graphs else calls
         self.limit = limit
 
     @cached_property
@@ -293,6 +294,8 @@ class Decider:
                 impossible.append(Impossible(candidate, UNMEASURED))
             elif entry.failure:
                 impossible.append(Impossible(candidate, entry.failure, warn=True))
+            elif calls == "graph" and not entry.replays:
+                impossible.append(Impossible(candidate, NO_CAPTURE))
             elif (us := entry.time(calls)) is None:
                 impossible.append(Impossible(candidate, UNMEASURED))
             elif refusal := _too_large(symmetric := symmetric_bytes(program, sizes), self.limit):

@@ -45,7 +45,7 @@ import torch
 from hostir.call.arguments import unwritable, written_inputs
 from hostir.call.rank import RankExecutor
 from hostir.call.tensors import without_plain_memory
-from hostir.choice.choices import Candidate, Timing, TrialState
+from hostir.choice.choices import NO_CAPTURE, Candidate, Timing, TrialState
 from hostir.choice.laps import Lap, Stopwatch
 from hostir.choice.ranges import Ranges, key
 from hostir.ir.source import HostIRError, warn_once
@@ -62,7 +62,6 @@ HOST = 0.25  # the part of the time that counts if the host takes longer than th
 SHORT = 500.0  # microseconds; for runs that take longer, it does not matter whether they are replays or calls
 QUEUED = 3  # rounds of a duel that the host may be ahead: if the device's queue were full, the host would wait for it
 REPLAY, CALL = "replay", "call"  # ways to run a candidate
-NO_CAPTURE = "it cannot be captured in a CUDA graph"
 COMPILING = 20.0  # seconds that all trials of a fusion together may take to plan and compile challengers
 PATIENCE = 600.0  # seconds that ranks wait for a rank that compiles kernels of a candidate
 SHOWN_AFTER = 1.0  # seconds after which a trial shows its progress at a terminal

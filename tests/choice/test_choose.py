@@ -132,6 +132,19 @@ def test_a_candidate_that_failed_its_measurement_is_impossible_and_reported_as_a
     assert choice.fallbacks == ("fused is not possible here: it gives another result",)
 
 
+def test_a_candidate_that_could_not_be_captured_is_left_out_of_calls_in_graphs() -> None:
+    program = rows(8192).program()
+    every = candidates_of(program, GPUS).programs
+    entries = {c: Entry.measured(p, 10.0, 10.0) for c, p in every.items() if c.strategy == "sequential"}
+    fastest = Candidate("fused", 1, "triton")
+    entries[fastest] = Entry.measured(every[fastest], 1.0)
+    cache.write(cache.key_of(program, {}, GPUS), program.name, entries)
+    assert decide(program, GPUS, {}, calls="eager").taken == fastest
+    choice = decide(program, GPUS, {}, calls="graph")
+    assert choice.strategy == "sequential"
+    assert Impossible(fastest, "it cannot be captured in a CUDA graph") in choice.impossible
+
+
 def test_on_a_cpu_each_fusion_warns_once_with_the_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hostir.choice.decision.platform_here", lambda machine, ranks, group: PROCESSES)
     fusion = patterns.allgather_matmul()

@@ -170,17 +170,23 @@ def sizes_in_turn() -> str:
     return str(executor.choice).replace("\n", ";")
 
 
+def captured_call(executor: Executor, layer: Layer) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """Capture a call on all ranks; return its graph and its result, which each replay overwrites."""
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        (c,) = executor(layer.a, layer.b)
+    return graph, c
+
+
 @for_gpus
 def a_capture_at_the_second_call() -> str:
     """The caller captures after one call: the capture runs the best candidate for graphs, and stays right."""
     m = 2048
     executor, layer = hi.compile(gathered(name="gathered_captured"), calls="eager", tune=2), Layer(gathered(), m)
     layer.call(executor, out=False)
-    torch.cuda.synchronize()
-    dist.barrier()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        (c,) = executor(layer.a, layer.b)
+    graph, c = captured_call(executor, layer)
     captured = executor.current.program.name  # type: ignore[attr-defined]
     for number in range(80):
         layer.renew()
@@ -201,11 +207,7 @@ def calls_in_graphs() -> str:
     """The caller says that it captures the calls: only replays are timed, and the one that replays fastest runs."""
     executor, layer = hi.compile(gathered(name="gathered_in_graphs"), calls="graph", tune=2), Layer(gathered(), 64)
     layer.call(executor, out=False)
-    torch.cuda.synchronize()
-    dist.barrier()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        (c,) = executor(layer.a, layer.b)
+    graph, c = captured_call(executor, layer)
     for _ in range(20):
         layer.renew()
         c.fill_(float("nan"))

@@ -239,7 +239,10 @@ class SegmentsOfStream:
         return self.oldest() if self.waited >= most else None
 
     def oldest(self) -> int | None:
-        """Return the text of the oldest segment under way, as a number. It is None if there is none, -1 if unknown."""
+        """Return the text of the oldest segment under way, as a number; -1 if the text is unknown.
+
+        Return None if all segments have ended.
+        """
         begun, ended, ring = self.counts[0], self.counts[1], COUNTS - 2
         if begun == ended:
             return None

@@ -193,7 +193,7 @@ def relative(lines: Sequence[str]) -> list[str]:
 def in_order(lines: Sequence[str]) -> list[str]:
     """The work without events. Each line begins with the numbers of the lines that it follows, also by events.
 
-    The work of each stream before these lines has a negative number, and so has each event that is recorded elsewhere.
+    Negative numbers stand for the work of each stream before these lines, and for each event recorded elsewhere.
     A last line for each stream says what later work of the stream follows.
     """
     streams = sorted({line.split(":")[0] for line in lines})
