@@ -93,12 +93,12 @@ class Clock:
         spans: dict[Name, list[float]] = {name: [] for name in works}
         for _ in range(CALLS):
             for name, work in works.items():
-                for last in (False, True) if len(works) > 1 else (True,):
-                    synchronize(self.device)
-                    start = time.perf_counter()
+                if len(works) > 1:
                     work()
-                    if last:
-                        spans[name].append((time.perf_counter() - start) * 1e6)
+                synchronize(self.device)
+                start = time.perf_counter()
+                work()
+                spans[name].append((time.perf_counter() - start) * 1e6)
         synchronize(self.device)
         return self.slowest(spans)
 

@@ -76,9 +76,9 @@ class Entry:
         return Entry(digest, graph=graph, out=us) if calls == "out" else Entry(digest, us, graph)
 
     def time(self, calls: str) -> float | None:
-        """Return the time of calls that are made as `calls` says: `eager`, `out` or `graph`."""
+        """Return the time of calls that are made as `calls` says: `eager`, `out` or `graph`; None if it is unknown."""
         if calls == "graph":
-            return self.graph if self.replays else self.eager
+            return self.graph if self.replays else None
         return self.out if calls == "out" else self.eager
 
     def merged(self, later: Entry) -> Entry:

@@ -249,10 +249,13 @@ class Decider:
         """
         candidates, calls = self.candidates, calls or self.calls
         notes = list(candidates.not_overlapped)
-        measured = self._measured(sizes, self.measurements(sizes) if entries is None else entries, calls)
-        if measured is not None:
-            return self._fastest(MEASURED, *measured, notes)
+        measured, unfit = self._measured(sizes, self.measurements(sizes) if entries is None else entries, calls)
+        if measured:
+            return self._fastest(MEASURED, measured, unfit, notes)
         timings, impossible = self.estimates(sizes, calls)
+        uncaptured = {each.candidate: each for each in unfit if each.reason == NO_CAPTURE}
+        if others := tuple(timing for timing in timings if timing.candidate not in uncaptured):
+            timings, impossible = others, (*impossible, *uncaptured.values())
         if self.platform.note:
             notes.append(self.platform.note)
         nothing_overlaps = not any(overlaps(timing.candidate.strategy) for timing in timings)
@@ -278,14 +281,13 @@ class Decider:
 
     def _measured(
         self, sizes: Mapping[str, int], entries: Entries, calls: str
-    ) -> tuple[tuple[Timing, ...], tuple[Impossible, ...]] | None:
-        """Return the measured times of candidates, and the impossible candidates.
+    ) -> tuple[tuple[Timing, ...], tuple[Impossible, ...]]:
+        """Return the measured times of candidates, and the candidates without one, with the reasons.
 
-        Only measurements of the programs that the candidates have now are valid. Return None if there is no valid
-        measurement.
+        Only measurements of the programs that the candidates have now are valid.
         """
         if not entries:
-            return None
+            return (), ()
         timings: list[Timing] = []
         impossible = list(self.measurable.impossible)
         for candidate, program in self.measurable.programs.items():
@@ -302,7 +304,7 @@ class Decider:
                 impossible.append(Impossible(candidate, refusal, warn=True))
             else:
                 timings.append(Timing(candidate, us, entry.eager, entry.graph, symmetric))
-        return (tuple(timings), tuple(impossible)) if timings else None
+        return tuple(timings), tuple(impossible)
 
     def _fastest(
         self, source: str, timings: tuple[Timing, ...], impossible: tuple[Impossible, ...], notes: list[str]

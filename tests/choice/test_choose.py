@@ -145,6 +145,18 @@ def test_a_candidate_that_could_not_be_captured_is_left_out_of_calls_in_graphs()
     assert Impossible(fastest, "it cannot be captured in a CUDA graph") in choice.impossible
 
 
+def test_an_estimate_for_calls_in_graphs_leaves_out_candidates_that_could_not_be_captured() -> None:
+    program = rows(8192).program()
+    estimate = decide(program, GPUS, {}, calls="graph")
+    first, second, *_ = (timing.candidate for timing in estimate.timings)
+    entries = {first: Entry.measured(candidates_of(program, GPUS).programs[first], 1.0)}
+    cache.write(cache.key_of(program, {}, GPUS), program.name, entries)
+    choice = decide(program, GPUS, {}, calls="graph")
+    assert (choice.taken, choice.source) == (second, "estimated")
+    assert Impossible(first, "it cannot be captured in a CUDA graph") in choice.impossible
+    assert decide(program, GPUS, {}, calls="eager").taken == first
+
+
 def test_on_a_cpu_each_fusion_warns_once_with_the_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hostir.choice.decision.platform_here", lambda machine, ranks, group: PROCESSES)
     fusion = patterns.allgather_matmul()

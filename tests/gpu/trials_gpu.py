@@ -182,7 +182,7 @@ def captured_call(executor: Executor, layer: Layer) -> tuple[torch.cuda.CUDAGrap
 
 @for_gpus
 def a_capture_at_the_second_call() -> str:
-    """The caller captures after one call: the graph runs the candidate of that call, and its results stay right."""
+    """The caller captures after one call. The results of the graph, and of later calls, stay right."""
     m = 2048
     executor, layer = hi.compile(gathered(name="gathered_captured"), calls="eager", tune=2), Layer(gathered(), m)
     layer.call(executor, out=False)
