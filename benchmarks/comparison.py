@@ -316,13 +316,13 @@ def compiled_with_empty_cache(fusion: hi.Fusion | hi.Program, **options: Any) ->
 
 
 def settled(
-    fusion: hi.Fusion | hi.Program, mode: str, call: Callable[[hi.Executor], object], **options: Any
+    fusion: hi.Fusion | hi.Program, mode: str, call: Callable[[hi.Executor], object]
 ) -> tuple[hi.Executor, str]:
     """Compile a fusion with an empty cache, and make a call, which tries the candidates.
 
     Return the executor of the chosen candidate, and the name of the candidate that the estimate alone picks.
     """
-    with compiled_with_empty_cache(fusion, graphs=mode == GRAPH, **options) as executor:
+    with compiled_with_empty_cache(fusion, graphs=mode == GRAPH) as executor:
         estimate = name_of(executor.choice)
         call(executor)
     chosen: hi.Executor = executor.current  # type: ignore[attr-defined]

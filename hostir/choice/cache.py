@@ -19,7 +19,7 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hostir.choice.choices import Candidate, ranked_by
+from hostir.choice.choices import NO_CAPTURE, Candidate, ranked_by
 from hostir.ir.program import Program, uses_nccl
 from hostir.ir.source import error, warn_once
 from hostir.knobs import CACHE
@@ -74,6 +74,10 @@ class Entry:
         if calls == "graph":
             return Entry(digest, graph=us)
         return Entry(digest, graph=graph, out=us) if calls == "out" else Entry(digest, us, graph)
+
+    def refusal(self, calls: str) -> str:
+        """Return the reason not to choose the candidate for calls as in `time`; empty if there is none."""
+        return self.failure or (NO_CAPTURE if calls == "graph" and not self.replays else "")
 
     def time(self, calls: str) -> float | None:
         """Return the time of calls that are made as `calls` says: `eager`, `out` or `graph`; None if it is unknown."""

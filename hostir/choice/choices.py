@@ -10,8 +10,8 @@ from hostir.lower import STRATEGIES
 from hostir.lower.strategies import ACROSS_HOSTS
 
 MEASURED, ESTIMATED, ASKED_FOR, FALLBACK = "measured", "estimated", "asked for", "fallback"
-NO_CAPTURE = "it cannot be captured in a CUDA graph"  # the reason why a candidate is left out of calls in graphs
 BEING_MEASURED = "being measured"  # with the number of candidates that were tried so far
+NO_CAPTURE = "it cannot be captured in a CUDA graph"  # the reason why a candidate is left out of calls in graphs
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from hostir.choice.choices import (
     ESTIMATED,
     FALLBACK,
     MEASURED,
-    NO_CAPTURE,
     Candidate,
     Choice,
     Impossible,
@@ -24,7 +23,7 @@ from hostir.choice.choices import (
     ranked_by,
 )
 from hostir.choice.cost import CostTask, tasks_to_simulate
-from hostir.choice.platforms import ELSEWHERE, SIMULATED, Platform, platform_here, simulated
+from hostir.choice.platforms import ELSEWHERE, GLOO, SIMULATED, Platform, platform_here, simulated
 from hostir.choice.simulation import EAGER, GRAPH, driver_calls, estimates
 from hostir.ir.program import Program, shares_memory, stated_hosts, uses_nccl, with_hosts
 from hostir.ir.sizes import binding
@@ -213,7 +212,7 @@ class Decider:
         self.program = with_hosts_of(program, platform)
         self.platform = platform
         self.kernels = kernels
-        without_graphs = platform.machine in ("gloo", "local")  # CPU processes and simulated ranks
+        without_graphs = platform.machine in (GLOO, SIMULATED)
         self.calls = "eager" if calls == "graph" and without_graphs else calls
         self.limit = limit
 
@@ -249,13 +248,15 @@ class Decider:
         """
         candidates, calls = self.candidates, calls or self.calls
         notes = list(candidates.not_overlapped)
-        measured, unfit = self._measured(sizes, self.measurements(sizes) if entries is None else entries, calls)
+        entries = self.measurements(sizes) if entries is None else entries
+        measured, unfit = self._measured(sizes, entries, calls)
         if measured:
             return self._fastest(MEASURED, measured, unfit, notes)
         timings, impossible = self.estimates(sizes, calls)
-        uncaptured = {each.candidate: each for each in unfit if each.reason == NO_CAPTURE}
-        if others := tuple(timing for timing in timings if timing.candidate not in uncaptured):
-            timings, impossible = others, (*impossible, *uncaptured.values())
+        known = {candidate: entry.refusal(calls) for candidate, entry in (entries or {}).items()}
+        refused = {each.candidate: each for each in unfit if each.reason == known.get(each.candidate)}
+        if others := tuple(timing for timing in timings if timing.candidate not in refused):
+            timings, impossible = others, (*impossible, *refused.values())
         if self.platform.note:
             notes.append(self.platform.note)
         nothing_overlaps = not any(overlaps(timing.candidate.strategy) for timing in timings)
@@ -282,7 +283,7 @@ class Decider:
     def _measured(
         self, sizes: Mapping[str, int], entries: Entries, calls: str
     ) -> tuple[tuple[Timing, ...], tuple[Impossible, ...]]:
-        """Return the measured times of candidates, and the candidates without one, with the reasons.
+        """Return the measured times of candidates, and the candidates that are left out, with the reasons.
 
         Only measurements of the programs that the candidates have now are valid.
         """
@@ -294,10 +295,8 @@ class Decider:
             entry = entries.get(candidate)
             if entry is None or entry.digest != program.digest:
                 impossible.append(Impossible(candidate, UNMEASURED))
-            elif entry.failure:
-                impossible.append(Impossible(candidate, entry.failure, warn=True))
-            elif calls == "graph" and not entry.replays:
-                impossible.append(Impossible(candidate, NO_CAPTURE))
+            elif refusal := entry.refusal(calls):
+                impossible.append(Impossible(candidate, refusal, warn=bool(entry.failure)))
             elif (us := entry.time(calls)) is None:
                 impossible.append(Impossible(candidate, UNMEASURED))
             elif refusal := _too_large(symmetric := symmetric_bytes(program, sizes), self.limit):

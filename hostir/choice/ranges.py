@@ -170,7 +170,7 @@ class Ranges:
             taken=progress.best,
             source=source,
             timings=tuple(sorted(timings, key=lambda timing: timing.us)) or (choice.timings if progress.done else ()),
-            impossible=(*choice.impossible, *refused),
+            impossible=(*(each for each in choice.impossible if each.candidate not in tried), *refused),
             notes=(*choice.notes, taken) if timings and progress.done else choice.notes,
         )
         if progress.done:

@@ -549,7 +549,14 @@ def _met(rank: int, size: int, timeout: float, number: int) -> tuple[str, int]:
 
 def _connection(host: str, port: int, seconds: float) -> Any:
     """Return a new connection to the store at an address. Reading a missing key waits at most `seconds`."""
-    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds))
+    try:
+        return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds))
+    except dist.DistError as problem:
+        raise error(
+            f"this process did not reach the store of the job within {seconds:.0f} s: {problem}",
+            expected=f"a store at {host}:{port}",
+            hint="HOSTIR_TIMEOUT sets how long a rank may wait for the others",
+        ) from problem
 
 
 def _connect(timeout: float, number: int) -> Any:

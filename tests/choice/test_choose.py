@@ -157,6 +157,16 @@ def test_an_estimate_for_calls_in_graphs_leaves_out_candidates_that_could_not_be
     assert decide(program, GPUS, {}, calls="eager").taken == first
 
 
+def test_an_estimate_leaves_out_candidates_that_failed_their_measurement() -> None:
+    program = rows(8192).program()
+    first, second, *_ = (timing.candidate for timing in decide(program, GPUS, {}, calls="eager").timings)
+    entries = {first: Entry.measured(candidates_of(program, GPUS).programs[first], None, failure="another result")}
+    cache.write(cache.key_of(program, {}, GPUS), program.name, entries)
+    choice = decide(program, GPUS, {}, calls="eager")
+    assert (choice.taken, choice.source) == (second, "estimated")
+    assert Impossible(first, "another result", warn=True) in choice.impossible
+
+
 def test_on_a_cpu_each_fusion_warns_once_with_the_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hostir.choice.decision.platform_here", lambda machine, ranks, group: PROCESSES)
     fusion = patterns.allgather_matmul()

@@ -18,6 +18,7 @@ import hostir as hi
 from hostir import knobs
 from hostir.choice import Candidate, Choice, Ranges, Timing, cache, ranged, ranges
 from hostir.choice.cache import Entry
+from hostir.choice.choices import Impossible, TrialState
 from hostir.choice.decision import Decider
 from hostir.choice.hardware import CPU, H200
 from hostir.choice.platforms import Platform, reference
@@ -361,3 +362,15 @@ def test_calls_in_graphs_are_tried_too_and_are_plain_calls_without_a_gpu(machine
     assert every.rivals({"M": 4096})
     every.budget = 0.0
     assert not every.rivals({"M": 4096})
+
+
+def test_a_trial_replaces_earlier_reasons_against_a_candidate() -> None:
+    every, sizes = Ranges(Decider(LARGE.program(), GPUS, calls="graph"), {}), {"M": 4096}
+    first, second, third, *_ = every.choice(sizes).timings
+    before = [Impossible(each.candidate, "an earlier reason") for each in (first, second, third)]
+    choice = replace(every.choice(sizes), impossible=tuple(before))
+    progress = TrialState(first.candidate, {first.candidate: 9.0}, refused={second.candidate: "a new reason"})
+    every.tried(sizes, choice, [first, second], False, progress)
+    found = every.choice(sizes).impossible
+    assert [each.reason for each in found if each.candidate == second.candidate] == ["a new reason"]
+    assert {each.candidate for each in found} == {second.candidate, third.candidate}

@@ -20,7 +20,7 @@ import torch
 from hostir.ir.source import HostIRError
 from hostir.job import groups as process_groups
 from hostir.job.groups import Groups
-from hostir.job.session import Session, session
+from hostir.job.session import Session, _connection, session
 from tests.call.test_torchrun import ROOT, SCRIPT, environment
 from tests.launch import Job, begin, free_port, launch
 
@@ -93,6 +93,12 @@ def test_the_port_is_free_again_once_the_ranks_are_connected() -> None:
         for rank in ranks:
             _, stderr = rank.communicate(timeout=90)
             assert rank.returncode == 0, stderr
+
+
+def test_a_store_that_cannot_be_reached_is_named() -> None:
+    port = free_port()
+    with pytest.raises(HostIRError, match=f"did not reach the store of the job within 1 s(.|\n)*at 127.0.0.1:{port}"):
+        _connection("127.0.0.1", port, 1.0)
 
 
 @pytest.mark.parametrize("number", [0, 1])  # rank 0 would hold the store, rank 1 would look for it

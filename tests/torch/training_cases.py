@@ -188,7 +188,10 @@ def layers_train_inside_checkpoints() -> None:
 
 
 def held_after(pause: float) -> tuple[int, int]:
-    """Return the bytes that are held after a pause: threads may hold the tensors of the last call for a moment."""
+    """Return the bytes that are held after a pause.
+
+    Threads may hold the tensors of the last call for a moment.
+    """
     time.sleep(pause)
     return llama.held_bytes(torch.device(DEVICE))
 
