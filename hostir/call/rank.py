@@ -8,7 +8,7 @@ import os
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -32,7 +32,7 @@ from hostir.call.bound import MAX_BOUND, BoundCall, Plan, untraced
 from hostir.call.executor import Executor
 from hostir.call.sizes import bind_sizes
 from hostir.call.started import SideStreams, Started
-from hostir.check import proof_of
+from hostir.check import Proof, proof_of
 from hostir.ir.program import Program, shares_memory, stated_hosts
 from hostir.ir.source import HostIRError, error, logger, warn_once
 from hostir.job.agreement import Agreement
@@ -89,6 +89,8 @@ class RankExecutor(Executor):
         self._order: CallOrder | None = None  # orders the calls of this executor on different streams
         self._communicates = bool(teams_of(program) or message_teams_of(program)) or shares_memory(program)
         self._side: SideStreams | None = None
+        # A function of the sizes: it returns the executor whose program captures run instead, or None.
+        self.for_captures: Callable[[Mapping[str, int]], Executor | None] | None = None
         self._ended = ""  # the reason why this executor refuses calls; empty while it accepts them
         self._agreement = Agreement(None, program, self.kernels, False)  # without other ranks; `_join` may replace it
         self._machine = self._join(machine, group, timeout)
@@ -142,6 +144,14 @@ class RankExecutor(Executor):
         if device.type == "cuda":
             return outside_pools(device, lambda: CudaMachine(device, self.program, table, groups))
         return GlooMachine(self.program.streams, table, groups)
+
+    @property
+    def may_differ_in_captures(self) -> bool:
+        """True if captures by the caller may run another program: on CUDA, if the ranks do not compare all calls.
+
+        A program that writes its inputs is not replaced either.
+        """
+        return self.machine == "cuda" and not self._compare and not self._written
 
     def _make_graphs(self) -> Graphs:
         name = self.program.name
@@ -210,7 +220,7 @@ class RankExecutor(Executor):
         """Run a call on a CPU, or issue it on CUDA; return the outputs.
 
         On CUDA the call is issued either as one CUDA graph or statement by statement. While the caller captures a
-        graph, it is always issued statement by statement.
+        graph, it is always issued statement by statement. Then the call may run another program, which replays faster.
         """
         plan, watchdog = call.plan, self.watchdog
         if type(plan) is not CudaPlan:
@@ -221,6 +231,10 @@ class RankExecutor(Executor):
             if words != zeros and (problem := plan.problem()) is not None:
                 raise self._noted(problem)
         graphs, capturing = self._graphs, torch._C._cuda_isCurrentStreamCapturing()
+        if capturing and plan.for_captures is not None:
+            if isinstance(plan.for_captures, HostIRError):
+                raise plan.for_captures
+            plan = plan.for_captures
         if LATE and not capturing:
             release()
         stream = current(self._machine.device)
@@ -229,8 +243,9 @@ class RankExecutor(Executor):
         if capturing:
             hold(plan, stream)
             graphs = None
-            if plan.memory is not None:
-                plan.memory.captured.add(plan)
+            if call.plan.memory is not None:  # even if another plan is issued: inputs may lie in this memory
+                call.plan.memory.captured.add(call.plan)
+                hold(call.plan, stream)
             if self._communicates:
                 communication_order(self._machine.device).follow_in_capture()
         elif self._order is not None and self._order.stream is not stream:
@@ -251,6 +266,7 @@ class RankExecutor(Executor):
                 self._resume()
             try:
                 plan = self._choose(cache_key(inputs), inputs, places=True)
+                self._plan_for_captures(plan, inputs)
             except HostIRError:
                 raise
             except BaseException as problem:
@@ -497,6 +513,7 @@ class RankExecutor(Executor):
         call = None if name is None or unwritable(written) else self.bound.get(name)
         if call is None:
             plan = self._choose(tensors_key, inputs, out)
+            self._plan_for_captures(plan, inputs)
             call = BoundCall(plan, inputs, outs, where, self._agreement.call.digest)
         else:
             self._refuse_elsewhere()
@@ -506,6 +523,39 @@ class RankExecutor(Executor):
         if outs is not None and self._graphs is not None and self._order is None:
             self._order = CallOrder(self._machine.device)  # graphs share their workspaces
         return self._use(name, call)
+
+    def _plan_for_captures(self, plan: Plan, inputs: Sequence[Part]) -> None:
+        """Make the plan that captures issue instead of `plan`, if they run the program of another executor.
+
+        Nothing can be compiled or loaded in a capture. If this rank cannot make the plan, only captures raise the
+        reason. They must not issue `plan`: the other ranks would not wait for its program.
+        """
+        if self.for_captures is None or type(plan) is not CudaPlan or plan.for_captures is not None:
+            return
+        other = self.for_captures(plan.unrolled.sizes)
+        if not isinstance(other, RankExecutor):
+            return
+        self._refuse_in_capture()
+        try:
+            sizes, proof, unrolled = other._unrolled(inputs)
+        except HostIRError as refusal:
+            other._agreement.refuse(refusal)
+            plan.for_captures = self._uncaptured(refusal)
+            return
+        if (kind := _kind(sizes, proof)) not in other._agreement.agreed:
+            other._agreement.reach(sizes, kind)  # the ranks meet and connect, as before the first call of an executor
+        try:
+            torch.cuda.current_blas_handle()  # cuBLAS allocates memory when a thread uses it first
+            made = other._plan(unrolled, None, inputs)  # without symmetric memory, no rank waits for another rank
+            assert isinstance(made, CudaPlan)
+            plan.for_captures = made
+        except Exception as problem:  # any failure, for example of a compiler
+            plan.for_captures = self._uncaptured(problem)
+
+    def _uncaptured(self, problem: Exception) -> HostIRError:
+        """Return the error of captures for which this rank could not make a plan."""
+        what = f"@{self.program.name} cannot be captured in a CUDA graph: {headline(problem)}"
+        return error(what, hint="with HOSTIR_TUNE=0, captures run the program of other calls")
 
     def _use(self, name: tuple[Any, ...] | None, call: BoundCall) -> BoundCall:
         """Make `call` the latest bound call, and return it. If `name` is None, the call and its plan are not kept."""
@@ -631,18 +681,12 @@ class RankExecutor(Executor):
         """Begin the first call with inputs of these layouts, and return a new plan for calls with such inputs."""
         machine = self._machine
         try:
-            sizes = bind_sizes(self.program, inputs, self.sizes, rank=self.rank, device=machine.device)
-            proof = proof_of(self.program, sizes) if self.check else None
-            if proof is not None:
-                self._refuse_shared_queues(sizes)
-            refuse_gradients(self.program, inputs)
-            unrolled = unroll(self.program, self.rank, sizes, inputs)
-            self._check_limit(unrolled.memory[1], sizes)
+            sizes, proof, unrolled = self._unrolled(inputs)
             self._check(unrolled, inputs, out)
         except HostIRError as refusal:
             self._agreement.refuse(refusal)
             raise
-        sizes_class = tuple(sorted(sizes.items())) if proof is None else proof.sizes_key
+        sizes_class = _kind(sizes, proof)
         planned = sizes_class in self._agreement.agreed
         self._agreement.begin(sizes, planned=planned, places=places)
         self._agreement.reach(sizes, sizes_class)
@@ -663,6 +707,20 @@ class RankExecutor(Executor):
                 raise
             groups.abandoned = headline(failure)
             raise self._blamed(failure) from failure.__cause__
+
+    def _unrolled(self, inputs: Sequence[Part]) -> tuple[dict[str, int], Proof | None, UnrolledProgram]:
+        """Return the sizes of a call with these inputs, the proof of the program for them, and the unrolled program.
+
+        Raise HostIRError if the program cannot run with these inputs.
+        """
+        sizes = bind_sizes(self.program, inputs, self.sizes, rank=self.rank, device=self._machine.device)
+        proof = proof_of(self.program, sizes) if self.check else None
+        if proof is not None:
+            self._refuse_shared_queues(sizes)
+        refuse_gradients(self.program, inputs)
+        unrolled = unroll(self.program, self.rank, sizes, inputs)
+        self._check_limit(unrolled.memory[1], sizes)
+        return sizes, proof, unrolled
 
     def _compare_hosts(self) -> None:
         """Warn once if the program's meshes state other hosts than the job has. All ranks call this together."""
@@ -721,6 +779,11 @@ class RankExecutor(Executor):
 
             if stuck := shared_queues(self.program, sizes):
                 raise HostIRError(*stuck)
+
+
+def _kind(sizes: Mapping[str, int], proof: Proof | None) -> Hashable:
+    """Return a key that is the same for all sizes that need only one meeting of the ranks."""
+    return tuple(sorted(sizes.items())) if proof is None else proof.sizes_key
 
 
 def is_stale(plan: Plan) -> bool:

@@ -12,6 +12,7 @@ from hostir.lower.strategies import ACROSS_HOSTS
 MEASURED, ESTIMATED, ASKED_FOR, FALLBACK = "measured", "estimated", "asked for", "fallback"
 BEING_MEASURED = "being measured"  # with the number of candidates that were tried so far
 NO_CAPTURE = "it cannot be captured in a CUDA graph"  # the reason why a candidate is left out of calls in graphs
+WORTH = 0.02  # captures run another candidate if its replay takes less time by at least this share
 
 
 @dataclass(frozen=True)
@@ -157,6 +158,20 @@ class Choice:
             if impossible.warn or self.source == FALLBACK:
                 strategies.setdefault(impossible.reason, {})[impossible.candidate.strategy] = None
         return tuple(f"{_with_verb(list(names))} not possible here: {reason}" for reason, names in strategies.items())
+
+    @property
+    def captured(self) -> Candidate:
+        """The best candidate for calls that the caller captures in a CUDA graph.
+
+        It is `taken`, unless replays of another candidate were faster in measurements. The other candidate must need no
+        symmetric memory, because this would stay allocated even if nothing is captured.
+        """
+        replays = {timing.candidate: timing.graph for timing in self.timings if timing.graph is not None}
+        if self.source != MEASURED or self.taken not in replays:
+            return self.taken
+        free = [timing.candidate for timing in self.timings if timing.candidate in replays and not timing.symmetric]
+        best = min(free, key=replays.__getitem__, default=self.taken)
+        return best if replays[best] < replays[self.taken] * (1 - WORTH) else self.taken
 
     @property
     def status(self) -> str:

@@ -120,6 +120,8 @@ def compiled(
 
     `options` holds further options of `Executor`.
     """
+    import torch
+
     from hostir.call.executor import Executor
 
     program = fusion_of(fusion)
@@ -132,8 +134,8 @@ def compiled(
         return Executor(host, sizes=fixed, kernels=chosen_kernels, machine=machine, group=group, **limited)
 
     rank, budget = rank_here(machine, group), TUNE.get(tune)
-    if rank is None or options.get("trace") is not None:
-        budget = 0.0  # simulated ranks have no speed; a trace shows one program
+    if rank is None or options.get("trace") is not None or torch.are_deterministic_algorithms_enabled():
+        budget = 0.0  # simulated ranks have no speed; a trace shows one program; times differ from process to process
     if strategy == AUTO:
         from hostir.choice.ranged import RangedExecutor
 

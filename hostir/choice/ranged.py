@@ -6,7 +6,10 @@ Free sizes are symbols of a fusion that only the inputs of a call determine.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +17,7 @@ import torch
 from hostir.call.arguments import sizes_of
 from hostir.call.bound import untraced
 from hostir.call.executor import Executor
+from hostir.call.rank import RankExecutor
 from hostir.call.sizes import bind_sizes
 from hostir.call.started import Started
 from hostir.choice.choices import Candidate, Choice, Timing
@@ -32,6 +36,10 @@ class RangedExecutor(Executor):
     The executor of a candidate is made when a call first needs it. Before the first call of a range of sizes, a `Trial`
     may run several candidates. This holds for plain calls and for calls that are started asynchronously. A started call
     runs the candidate that is the fastest in the trial.
+
+    Calls that the caller captures in a CUDA graph may run another candidate, because the host's time does not count in
+    a replay. It is the field `captured` of the choice. Times and sizes determine it, so it is the same on all ranks.
+    Each plan for plain calls then gets a second plan, which captures issue: see `CudaPlan.for_captures`.
 
     If this object lacks an attribute, the attribute is looked up in `current`, the executor of the latest call.
 
@@ -68,12 +76,12 @@ class RangedExecutor(Executor):
     @property
     def choice(self) -> Choice | Ranges:
         """The choices for all sizes. If no size is free, the choice for the sizes that were passed to `compile`."""
-        return self.ranges if self.ranges.free else self.ranges.choice(self.ranges.fixed)
+        return self.ranges if self.ranges.free else self._with_note(self.ranges.choice(self.ranges.fixed))
 
     @property
     def called(self) -> tuple[Choice, ...]:
         """The choices for the ranges of sizes that calls have had so far."""
-        return tuple(choice for name, choice in self.ranges.choices.items() if name in self._settled)
+        return tuple(self._with_note(choice) for name, choice in self.ranges.choices.items() if name in self._settled)
 
     @property
     def settled(self) -> Executor | None:
@@ -194,8 +202,41 @@ class RangedExecutor(Executor):
 
     def _executor(self, candidate: Candidate) -> Executor:
         if candidate not in self.executors:
-            self.executors[candidate] = self._execute(self.ranges.program(candidate), candidate.kernels)
+            executor = self.executors[candidate] = self._execute(self.ranges.program(candidate), candidate.kernels)
+            if isinstance(executor, RankExecutor) and executor.may_differ_in_captures:
+                # With a strong reference, only the garbage collector would destroy the executor, and its CUDA graphs.
+                executor.for_captures = partial(_instead, weakref.ref(self), candidate)
         return self.executors[candidate]
+
+    def instead(self, candidate: Candidate, sizes: Mapping[str, int]) -> Executor | None:
+        """Return the executor whose program captures of calls with these sizes run instead of a candidate.
+
+        The candidate is the one that plain calls with these sizes run. Return None if captures run it, too.
+        """
+        known = sizes if self.ranges.free else self.ranges.fixed
+        choice = self.ranges.choice(known)
+        settled = key(self.ranges.representative(known)) in self._settled
+        if not self.ranges.budget or not settled or choice.captured == candidate or choice.taken != candidate:
+            return None
+        return self._executor(choice.captured) if self.ranges.fits(choice.captured, sizes) else None
+
+    def _with_note(self, choice: Choice) -> Choice:
+        """Return a choice, with a note if captures run another candidate."""
+        taken, captured = choice.taken, choice.captured
+        differs = isinstance(self._first, RankExecutor) and self._first.may_differ_in_captures and self.ranges.budget
+        if taken == captured or not differs:
+            return choice
+        replays = {timing.candidate: timing.graph for timing in choice.timings}
+        times = f"a replay takes {replays[captured]:.0f} us, and one of '{taken}' {replays[taken]:.0f} us"
+        return replace(choice, notes=(*choice.notes, f"in CUDA graphs that you capture, '{captured}' runs: {times}"))
+
+
+def _instead(
+    ranged: Callable[[], RangedExecutor | None], candidate: Candidate, sizes: Mapping[str, int]
+) -> Executor | None:
+    """Return the result of `RangedExecutor.instead`; None if that executor is gone."""
+    it = ranged()
+    return None if it is None else it.instead(candidate, sizes)
 
 
 def _with_shape_of(x: Any, value: Value) -> Any:

@@ -3,7 +3,7 @@
 The cost model proposes a few candidates. Before the first call in a range of sizes, all ranks try these candidates on
 the inputs of the call, and in the way in which the caller calls. The results go to memory of the trial. Then the
 fastest candidate makes the call, and all later calls in the range. So a range has one candidate from its first call on:
-recomputations and captures in CUDA graphs run the same candidate as the first call.
+recomputations run the same candidate as the first call.
 
 A trial is a series of duels. The champion, at first the candidate with the shortest estimate, meets one challenger
 after another. Both run in turn, in the order A B B A A B, and the one with the smaller cost stays. The loser gives up
@@ -17,6 +17,7 @@ is the time of the device; if the host takes longer, a part of the difference is
 replays, for which the host hardly counts, and the cost of calls for which the device must wait. If the costs of two
 candidates are nearly equal, the time of replays counts once more: the caller may capture later calls. If the fusion was
 compiled for calls in graphs, only replays are timed and count, and a candidate that cannot be captured is left out.
+Captures of calls may run another candidate: see hostir/choice/captures.py.
 
 Calls that are started asynchronously run the candidate that is the fastest in the trial. Their time is not measured,
 because it depends on the work that they overlap.
@@ -113,8 +114,7 @@ class Trial:
         first, self.inputs = self.execute(self.progress.best), inputs
         with self.calls.lock, first.on_device():
             first.recover()
-            if (result := self._posted_result()) is not None:
-                self.progress.best = result
+            if self._takes_posted_result():
                 self._conclude()
             else:
                 with self._together(first):
@@ -155,9 +155,8 @@ class Trial:
             self._begin(self.progress.best, inputs, out)
             self._duels(waiting, inputs, out)
         self._drop_losers()
-        if (job := self._shared_session) is not None:  # for a rank that is interrupted now
-            with job.asking(self._place):
-                job.first_store.set(self._place, json.dumps(astuple(self.progress.best)))
+        self._leave_out_uncaptured()
+        self._post_result()
         self._conclude()
 
     def _agreed(self) -> list[Candidate]:
@@ -423,13 +422,28 @@ class Trial:
         """The place in the store at which the ranks post the winner."""
         return f"result of the trial of {self.name}"
 
-    def _posted_result(self) -> Candidate | None:
-        """Return the winner that a rank has posted; None if no rank has."""
+    def _post_result(self) -> None:
+        """Post the winner and the times of all candidates, for a rank that is interrupted now."""
         if (job := self._shared_session) is None:
-            return None
+            return
+        times, replays = self.progress.times, self.progress.replays
+        results = [[astuple(candidate), us, replays.get(candidate)] for candidate, us in times.items()]
         with job.asking(self._place):
-            store = job.first_store
-            return Candidate(*json.loads(store.get(self._place))) if store.check([self._place]) else None
+            job.first_store.set(self._place, json.dumps([astuple(self.progress.best), results]))
+
+    def _takes_posted_result(self) -> bool:
+        """Take the result of the trial that the other ranks have posted, if they have. Return True if they have."""
+        if (job := self._shared_session) is None:
+            return False
+        with job.asking(self._place):
+            if not job.first_store.check([self._place]):
+                return False
+            best, results = json.loads(job.first_store.get(self._place))
+        self.progress.best = Candidate(*best)
+        for candidate, us, replay in results:
+            self.progress.times[Candidate(*candidate)] = us
+            self.progress.replays |= {} if replay is None else {Candidate(*candidate): replay}
+        return True
 
     def _forget_result(self) -> None:
         """Count this rank among the ranks that have ended the trial. The last of them deletes the winner's place."""
@@ -441,14 +455,17 @@ class Trial:
                 store.delete_key(self._place)
                 store.delete_key(count)
 
-    def _conclude(self) -> None:
-        """End the trial: its winner is the choice for the range."""
-        self.runs.clear()
-        for candidate in self.uncaptured:  # the timed runs were calls, not replays
+    def _leave_out_uncaptured(self) -> None:
+        """Remove the replays of candidates that cannot be captured: their timed runs were calls."""
+        for candidate in self.uncaptured:
             self.progress.replays.pop(candidate, None)
             if self.in_graphs:
                 self.progress.times.pop(candidate, None)
                 self.progress.refused.setdefault(candidate, NO_CAPTURE)
+
+    def _conclude(self) -> None:
+        """End the trial: its winner is the choice for the range."""
+        self.runs.clear()
         self.execute(self.progress.best).unbind(self.inputs)
         self.progress.done, self.progress.seconds = True, time.monotonic() - self.began
         self._publish()

@@ -366,3 +366,31 @@ def test_an_unknown_option_of_compile_is_refused_at_the_users_line() -> None:
         HostIRError, match=r"test_choose.py:\d+:\d+: error: hi.compile has no option 'graph'\n[^$]*'graphs'"
     ):
         hi.compile(patterns.allgather_matmul(), "pipeline", graph=False)
+
+
+PUSHED, PLAIN, BY_COPIES = (
+    Candidate("push", 1, "triton"),
+    Candidate("sequential", 1, "cublas"),
+    Candidate("ring", 1, "triton"),
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "replays", "captured"),
+    [
+        ("measured", {PUSHED: 38.0, PLAIN: 30.0}, PLAIN),
+        ("measured", {PUSHED: 38.0, BY_COPIES: 20.0, PLAIN: 30.0}, PLAIN),  # `ring` has symmetric memory
+        ("measured", {PUSHED: 30.3, PLAIN: 30.0}, PUSHED),  # too little to gain
+        ("measured", {PUSHED: 30.0, PLAIN: 38.0}, PUSHED),
+        ("measured", {PUSHED: None, PLAIN: 30.0}, PUSHED),
+        ("measured", {PUSHED: 38.0, PLAIN: None}, PUSHED),
+        ("measured", {PLAIN: 30.0}, PUSHED),
+        ("estimated", {PUSHED: 38.0, PLAIN: 30.0}, PUSHED),
+        ("being measured (2 of 3)", {PUSHED: 38.0, PLAIN: 30.0}, PUSHED),
+    ],
+)
+def test_captures_run_what_replays_faster_without_symmetric_memory(
+    source: str, replays: dict[Candidate, float | None], captured: Candidate
+) -> None:
+    timings = [Timing(it, 50.0, graph=us, symmetric=0 if it == PLAIN else 4096) for it, us in replays.items()]
+    assert Choice("layer", PUSHED, source, "two GPUs", tuple(timings)).captured == captured

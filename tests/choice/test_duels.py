@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from math import isnan, nan
@@ -204,11 +205,29 @@ def test_the_times_of_a_candidate_that_cannot_be_captured_are_not_times_of_repla
     trial.progress.replays |= {CHAMPION: 19.0, CHALLENGER: 30.0}
     trial.runs, trial.inputs, trial.began = {}, [], 0.0
     trial.execute = lambda candidate: SimpleNamespace(unbind=list)  # type: ignore[assignment, return-value]
+    trial._leave_out_uncaptured()
     trial._conclude()
     assert published == [trial.progress]
     assert trial.progress.replays == {CHAMPION: 19.0}
     assert trial.progress.times == {CHAMPION: 20.0, **({} if in_graphs else {CHALLENGER: 30.0})}
     assert trial.progress.refused == ({CHALLENGER: "it cannot be captured in a CUDA graph"} if in_graphs else {})
+
+
+def test_a_rank_takes_the_result_of_the_others_with_all_times() -> None:
+    """The ranks must also agree on the candidate that captures run, which follows from the times."""
+    stored: dict[str, str] = {}
+    store = SimpleNamespace(set=stored.__setitem__, get=stored.get, check=lambda keys: keys[0] in stored)
+    job = SimpleNamespace(size=2, first_store=store, asking=lambda where: contextlib.nullcontext())
+    mine, theirs = (object.__new__(Trial) for _ in range(2))
+    for trial in (mine, theirs):
+        trial.name, trial.session, trial.progress = "trial", job, TrialState(CHAMPION)  # type: ignore[assignment]
+    assert not mine._takes_posted_result()
+    theirs.progress.best = CHALLENGER
+    theirs.progress.times |= {CHAMPION: 20.0, CHALLENGER: 1 / 3}
+    theirs.progress.replays |= {CHALLENGER: 2 / 3}
+    theirs._post_result()
+    assert mine._takes_posted_result()
+    assert mine.progress == theirs.progress
 
 
 def test_a_challenger_that_cannot_be_captured_is_left_out_of_calls_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:

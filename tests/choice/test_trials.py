@@ -16,6 +16,7 @@ ON_FOUR = [
     "the_fastest_of_the_tried_candidates_runs_after_the_trial",
     "the_slowest_rank_of_a_call_counts",
     "an_interrupt_of_one_rank_in_a_trial_is_an_error_on_all_ranks",
+    "ranks_meet_once_for_the_candidate_that_captures_run",
 ]
 pytestmark = [pytest.mark.torchrun, pytest.mark.timeout(240)]
 

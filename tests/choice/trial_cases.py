@@ -20,18 +20,21 @@ from torch.utils.checkpoint import checkpoint
 
 import hostir as hi
 import hostir.torch
+from hostir.call import rank
 from hostir.call.executor import Executor
 from hostir.call.rank import RankExecutor
 from hostir.choice import laps, trials
-from hostir.choice.choices import Candidate
+from hostir.choice.choices import Candidate, Choice
 from hostir.choice.decision import Decider
 from hostir.choice.ranged import RangedExecutor
 from hostir.choice.ranges import Ranges
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
+from hostir.job.agreement import Agreement
 from hostir.job.offers import Offer
 from hostir.job.session import Session, session
 from hostir.job.symmetric import SymmetricMemory
+from hostir.machines.gloo.machine import GlooPlan
 from hostir.torch.ops.running import group_named
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -508,6 +511,146 @@ def a_rank_without_the_result_takes_it_from_the_others() -> None:
         for _ in range(3):
             call(executor)
         assert CALLED == ["ring"] * 3
+        assert taken(executor) == ("ring", "measured")
+        chosen = executor.ranges.choice({"M": 64})  # type: ignore[attr-defined]
+        times_of_ranks = executor.session.exchange("times", json.dumps([it.us for it in chosen.timings]))
+        assert len({*times_of_ranks}) == 1, "captures may run another candidate, by these times"
+
+
+MAKES_A_PLAN_FOR_CAPTURES: list[bool] = []  # not empty while an executor does
+
+
+@contextlib.contextmanager
+def captures_by(strategy: str) -> Iterator[None]:
+    """Let captures run the candidate with this strategy, and let plans for captures be made as on CUDA.
+
+    On CUDA warm calls are not compared.
+    """
+    begin, plan_for_captures = Agreement.__init__, RankExecutor._plan_for_captures
+
+    def not_compared(self: Agreement, session: Any, program: Program, kernels: str, compare: bool) -> None:
+        begin(self, session, program, kernels, False)
+
+    def as_on_cuda(self: RankExecutor, plan: Any, inputs: Any) -> None:
+        MAKES_A_PLAN_FOR_CAPTURES.append(True)
+        try:
+            with mock.patch.object(rank, "CudaPlan", GlooPlan), mock.patch.object(torch.cuda, "current_blas_handle"):
+                plan_for_captures(self, plan, inputs)
+        finally:
+            MAKES_A_PLAN_FOR_CAPTURES.clear()
+
+    def captured(choice: Choice) -> Candidate:
+        others = [timing.candidate for timing in choice.timings if timing.candidate.strategy == strategy]
+        return others[0] if choice.source == "measured" else choice.taken
+
+    with (
+        mock.patch.object(Agreement, "__init__", not_compared),
+        mock.patch.object(RankExecutor, "_plan_for_captures", as_on_cuda),
+        mock.patch.object(RankExecutor, "may_differ_in_captures", True),
+        mock.patch.object(Choice, "captured", property(captured)),
+        mock.patch.object(RangedExecutor, "_with_note", lambda executor, choice: choice),  # it has times of replays
+        mock.patch.object(GlooPlan, "for_captures", None, create=True),
+        times({"ring": 100.0}),
+    ):
+        yield
+
+
+def for_captures(executor: Executor) -> str:
+    """Return what the latest call has left for captures: the name of the plan's executor, or the reason for none."""
+    assert isinstance(executor, RangedExecutor)
+    current = executor.current
+    assert isinstance(current, RankExecutor)
+    plan: Any = current.latest.plan if current.latest is not None else None
+    made = plan.for_captures
+    if isinstance(made, HostIRError):
+        return str(made)
+    names = [it.strategy for it, its in executor.executors.items() if made and its.program is made.unrolled.program]
+    return " ".join(names)
+
+
+def meetings(executor: Executor) -> int:
+    assert executor.session is not None
+    return executor.session.meetings.number
+
+
+@case
+def ranks_meet_once_for_the_candidate_that_captures_run() -> None:
+    with captures_by("sequential"):
+        executor = hi.compile(rows(name="captures"), tune=2)
+        call(executor)
+        assert taken(executor) == ("ring", "measured")
+        assert for_captures(executor) == "sequential"
+        before = meetings(executor)
+        call(executor, 80)  # of the same range
+        assert for_captures(executor) == "sequential"
+        assert meetings(executor) == before
+        again = hi.compile(rows(name="captures"), tune=2)  # with the times of the first
+        CALLED.clear()
+        call(again)
+        assert CALLED == ["ring"], "no trial"
+        assert for_captures(again) == "sequential"
+        if RANK == 0:  # a plan that only one rank makes
+            again.current.plans.clear()
+            again.current.latest = None
+            again.current.bound.clear()
+        for _ in range(2):
+            call(again)
+            assert for_captures(again) == "sequential"
+
+
+@case
+def a_rank_that_cannot_plan_for_captures_makes_its_calls() -> None:
+    with captures_by("sequential"):
+        executor = hi.compile(rows(name="captures_unplanned"), tune=2)
+        call(executor)
+        again, honest = hi.compile(rows(name="captures_unplanned"), tune=2), RankExecutor._plan
+
+        def without_memory(self: RankExecutor, unrolled: Any, kind: Any, inputs: Any) -> Any:
+            if RANK == 1 and kind is None and self is not again.current:
+                raise torch.OutOfMemoryError("no memory left")
+            return honest(self, unrolled, kind, inputs)
+
+        with mock.patch.object(RankExecutor, "_plan", without_memory):
+            for _ in range(3):
+                call(again)
+        made = for_captures(again)
+        assert "OutOfMemoryError: no memory left" in made if RANK == 1 else made == "sequential", made
+
+
+@case
+def an_interrupt_of_one_rank_that_plans_for_captures_costs_one_call() -> None:
+    with captures_by("sequential"):
+        # The first call of `one` and `two` tries the candidates. Later executors know the times, and the ranks meet.
+        unrolled, meet, plan = (RankExecutor, "_unrolled"), (Agreement, "reach"), (RankExecutor, "_plan")
+        for name, (owner, method) in (
+            ("one", unrolled),
+            ("two", plan),
+            ("one", unrolled),
+            ("one", meet),
+            ("two", plan),
+        ):
+            executor, honest = hi.compile(rows(name=name), tune=2), getattr(owner, method)
+            interrupts = [KeyboardInterrupt()] if RANK == 1 else []
+
+            def interrupted(self: Any, *given: Any, honest: Any = honest, interrupts: Any = interrupts) -> Any:
+                if MAKES_A_PLAN_FOR_CAPTURES and interrupts:
+                    raise interrupts.pop()
+                return honest(self, *given)
+
+            ends = list[str]()
+            with mock.patch.object(owner, method, interrupted):
+                while ends[-2:] != ["", ""]:
+                    CALLED.clear()  # the data of a call depend on it
+                    try:
+                        call(executor)
+                        ends.append("")
+                    except (HostIRError, KeyboardInterrupt) as problem:
+                        ends.append(f"{type(problem).__name__} {problem}")
+            assert len(ends) <= 3, ends
+            assert not interrupts
+            CALLED.clear()
+            assert for_captures(executor) == "sequential"
+            assert taken(executor) == ("ring", "measured")
 
 
 def left_by_trials(executor: Executor) -> list[str]:
@@ -917,7 +1060,7 @@ def a_forked_child_is_refused_before_it_asks_the_store() -> None:
         call(executor)
         child = os.fork()
         if child == 0:
-            with mock.patch.object(trials.Trial, "_posted_result", side_effect=SystemError):
+            with mock.patch.object(trials.Trial, "_takes_posted_result", side_effect=SystemError):
                 try:
                     call(executor, 1024)
                 except HostIRError as refusal:

@@ -15,6 +15,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,11 @@ import hostir as hi
 import hostir.torch
 from hostir.call.bounds import relative_error
 from hostir.call.executor import Executor
+from hostir.choice import Candidate, Timing
 from hostir.choice.ranged import RangedExecutor
+from hostir.choice.ranges import key
 from hostir.job.session import session
+from hostir.machines.cuda.machine import CudaPlan
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 ON_GPU = torch.cuda.is_available()
@@ -221,6 +225,63 @@ def calls_in_graphs() -> str:
     torch.cuda.synchronize()
     dist.barrier()
     return str(choice)
+
+
+def capture_and_replay(executor: Executor, layer: Layer) -> None:
+    graph, c = captured_call(executor, layer)
+    for number in range(20):
+        layer.renew()
+        c.fill_(float("nan"))
+        graph.replay()
+        layer.check(c)
+        if number % 2:
+            layer.call(executor, out=False)
+
+
+@for_gpus
+def a_capture_after_a_trial() -> str:
+    """One executor tries the candidates, and one knows their times. Each is called once before the capture."""
+    choices = []
+    for m in (64, 64, 512, 512):
+        executor, layer = hi.compile(gathered(name="replays_tried"), calls="eager", tune=2), Layer(gathered(), m)
+        layer.call(executor, out=False)
+        assert isinstance(executor, RangedExecutor)
+        capture_and_replay(executor, layer)
+        (choice,) = executor.called
+        (plan,) = executor.executors[choice.taken].plans.values()
+        assert (plan.for_captures is not None) == (choice.captured != choice.taken)
+        choices.append(f"'{choice.taken}', in captures '{choice.captured}'")
+    assert choices[:2] == choices[1::-1], choices
+    torch.cuda.synchronize()
+    dist.barrier()
+    return "; ".join(choices[::2])
+
+
+@for_gpus
+def a_capture_runs_the_candidate_that_replays_faster() -> str:
+    """The choice is set: captures run NCCL and cuBLAS, and other calls a kernel that pushes rows."""
+    fusion, m = gathered(name="gathered_replays"), {"M": 64}
+    executor, layer = hi.compile(fusion, calls="eager", tune=2), Layer(fusion, 64)
+    assert isinstance(executor, RangedExecutor)
+    executor.ranges.rivals = lambda sizes: ()  # type: ignore[method-assign]  # no trial
+    push, plain = Candidate("push", 1, "triton"), Candidate("sequential", 1, "cublas")
+    timings = Timing(push, 10.0, graph=50.0, symmetric=1), Timing(plain, 20.0, graph=30.0)
+    measured = replace(executor.ranges.choice(m), taken=push, source="measured", timings=timings)
+    executor.ranges.choices[key(executor.ranges.representative(m))] = measured
+    for each in (layer, Layer(fusion, 80)):  # sizes of one range
+        each.call(executor, out=False)  # the only call before the capture
+        capture_and_replay(executor, each)
+    plans = [*executor.executors[push].plans.values()]
+    assert len(plans) == 2
+    assert all(plan.memory is not None for plan in plans)
+    assert all(isinstance(plan.for_captures, CudaPlan) and plan.for_captures.memory is None for plan in plans)
+    assert not any(plan.for_captures.reports for plan in plans), "nobody would read them"
+    assert not executor.executors[plain].plans
+    (choice,) = executor.called
+    assert choice.notes[-1].startswith("in CUDA graphs that you capture, 'sequential, cublas' runs")
+    torch.cuda.synchronize()
+    dist.barrier()
+    return str(executor.choice).replace("\n", ";")
 
 
 @for_gpus

@@ -127,7 +127,14 @@ class CudaMachine:
 
 
 class CudaPlan:
-    """An unrolled program bound to a device: a list of steps, which are closures over one list of registers."""
+    """An unrolled program bound to a device: a list of steps, which are closures over one list of registers.
+
+    Fields:
+        for_captures: the plan that captures by the caller issue, or the reason why there is none; None if captures
+            issue this plan.
+    """
+
+    for_captures: CudaPlan | HostIRError | None = None
 
     def __init__(
         self,

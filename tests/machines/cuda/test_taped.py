@@ -28,6 +28,7 @@ from torch.overrides import _pop_mode_temporarily
 
 import hostir as hi
 from examples import patterns
+from hostir.call import rank
 from hostir.call.bound import BoundCall
 from hostir.call.rank import RankExecutor
 from hostir.ir.source import Diagnostic, HostIRError
@@ -39,6 +40,7 @@ from hostir.kernels.parameters import TAPING, KernelLaunch
 from hostir.machines.binding import bind_compute, places
 from hostir.machines.cuda import blocks, copies, credits, flags, machine, native, nccl, products, streams, taped
 from hostir.machines.cuda import driver as cuda_driver
+from hostir.machines.cuda.machine import CudaPlan
 from hostir.machines.cuda.tape import (
     AWAIT,
     COLLECTIVE,
@@ -345,6 +347,137 @@ def test_a_warm_call_takes_few_calls_of_functions(
         calls = calls_of(lambda: executor(*inputs)) - 1 - allocations  # without the functions of this test
     assert len(driver.take()) > 2
     assert calls <= 20
+
+
+class Captured:
+    """An executor of `push` on rank 0 of two whose captures run `ring`, with fake plans that only record their runs."""
+
+    def __init__(self, gpu: Hopper, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.capturing, self.ran, self.held, self.log = False, list[tuple[str, bool]](), list[Any](), list[str]()
+        for name, fake in (("is_current_stream_capturing", "cuda"), ("_cuda_isCurrentStreamCapturing", "_C")):
+            monkeypatch.setattr(getattr(torch, fake), name, lambda: self.capturing)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: STREAMS[0])
+        monkeypatch.setattr(torch.cuda, "current_blas_handle", lambda: self.log.append("cuBLAS"))
+        monkeypatch.setattr(rank, "hold", lambda plan, stream: self.held.append(plan))
+        programs = {name: hi.lower(FUSIONS["summed few"](), name) for name in ("push", "ring")}
+        self.inputs = tuple(inputs_of(programs["push"], 0))
+        plans = {name: gpu.plan(program, 0, "triton", self.inputs) for name, program in programs.items()}
+        for name, plan in plans.items():
+            monkeypatch.setattr(plan, "run", lambda *given, name=name: self.ran.append((name, given[2])))
+        self.push, self.ring = plans["push"], plans["ring"]
+        monkeypatch.setattr(RankExecutor, "_join", lambda executor, *arguments: self.push.machine)
+        self.executor, self.other = (RankExecutor(programs[name], machine="cuda", graphs=False) for name in plans)
+        self.executor._communicates = False
+        monkeypatch.setattr(self.executor, "_choose", lambda key, inputs, out=None, places=False: self.push)
+        monkeypatch.setattr(self.other, "_unrolled", lambda inputs: ({"M": 2}, None, self.ring.unrolled))
+        monkeypatch.setattr(self.other, "_plan", self.plan)
+        monkeypatch.setattr(self.other._agreement, "reach", self.reach)
+        self.problem: Exception | None = None
+        self.executor.for_captures = lambda sizes: self.other
+
+    def plan(self, unrolled: UnrolledProgram, kind: object, inputs: object) -> CudaPlan:
+        assert (unrolled, kind) == (self.ring.unrolled, None)
+        self.log.append("plan")
+        if self.problem is not None:
+            raise self.problem
+        return self.ring
+
+    def reach(self, sizes: object, kind: Any) -> None:
+        assert (sizes, kind) == ({"M": 2}, (("M", 2),))
+        self.log.append("meet")
+        self.other._agreement.agreed.add(kind)
+
+    def bind(self) -> None:
+        self.executor.bound.clear()
+        self.executor._bind(self.inputs, None, None)
+
+    def issue(self, *, capturing: bool) -> None:
+        self.capturing = capturing
+        call: Any = SimpleNamespace(plan=self.push, graph=None)
+        try:
+            self.executor._issue(call, self.inputs, None)
+        finally:
+            self.capturing = False
+
+
+@pytest.fixture
+def captured(gpu: Hopper, driver: FakeDriver, module: Any, monkeypatch: pytest.MonkeyPatch) -> Captured:
+    return Captured(gpu, monkeypatch)
+
+
+def test_a_capture_issues_the_plan_for_captures(captured: Captured) -> None:
+    captured.bind()
+    assert captured.push.for_captures is captured.ring
+    assert captured.log == ["meet", "cuBLAS", "plan"], "a capture neither connects ranks nor allocates for cuBLAS"
+    captured.bind()
+    assert len(captured.log) == 3, "there is a plan"
+    captured.issue(capturing=False)
+    assert not captured.held
+    captured.issue(capturing=True)
+    assert captured.ran == [("push", False), ("ring", True)]
+    assert captured.held == [captured.ring, captured.push]
+    memory = captured.push.memory
+    assert memory is not None
+    assert captured.push in memory.captured, "inputs may lie in its memory"
+
+
+def test_later_plans_for_captures_are_made_without_the_other_ranks(captured: Captured) -> None:
+    captured.bind()
+    captured.push.for_captures = None
+    captured.bind()
+    assert captured.push.for_captures is captured.ring
+    assert captured.log.count("meet") == 1
+
+
+def test_places_also_give_the_plan_for_captures(captured: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank, "places", lambda unrolled, memory: ())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=list))
+    captured.executor.places(*captured.inputs)
+    assert captured.push.for_captures is captured.ring
+
+
+def test_captures_issue_the_plan_of_other_calls_if_they_run_the_same_program(captured: Captured) -> None:
+    for captured.executor.for_captures in (None, lambda sizes: None):
+        captured.bind()
+        assert captured.push.for_captures is None
+    captured.issue(capturing=True)
+    assert captured.ran == [("push", True)]
+    assert not captured.log
+
+
+def test_a_plan_for_captures_is_not_made_in_a_capture(captured: Captured) -> None:
+    captured.capturing = True
+    with pytest.raises(HostIRError, match=r"for the first time inside a CUDA graph capture\n.*call it once"):
+        captured.bind()
+    assert not captured.log
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_only_captures_fail_if_this_rank_cannot_make_their_plan(
+    refused: bool, captured: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured.problem, told = ValueError("no compiler"), list[HostIRError]()
+    if refused:
+        monkeypatch.setattr(captured.other, "_unrolled", unplanned)
+        monkeypatch.setattr(captured.other._agreement, "refuse", told.append)
+    captured.bind()
+    captured.issue(capturing=False)
+    with pytest.raises(HostIRError, match=r"cannot be captured in a CUDA graph: (ValueError: no compiler|no memory)"):
+        captured.issue(capturing=True)
+    assert captured.ran == [("push", False)]
+    assert [str(problem) for problem in told] == ["error: no memory"] * refused, "a rank may wait at the meeting"
+
+
+def unplanned(inputs: object) -> None:
+    raise HostIRError(Diagnostic("no memory"))
+
+
+def test_captures_run_the_same_program_if_calls_are_compared_or_write_their_inputs(captured: Captured) -> None:
+    assert captured.executor.may_differ_in_captures
+    for field, value in (("_compare", True), ("_written", (0,)), ("machine", "gloo")):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(captured.executor, field, value)
+            assert not captured.executor.may_differ_in_captures
 
 
 def test_a_plan_that_only_torch_can_issue_keeps_no_tape(gpu: Hopper, driver: FakeDriver, module: Any) -> None:

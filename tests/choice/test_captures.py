@@ -1,0 +1,139 @@
+"""The candidate that captures of the caller run."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import hostir as hi
+from hostir.call.executor import Executor
+from hostir.choice import ranged
+from hostir.choice.choices import Candidate, Timing
+from hostir.choice.decision import Decider
+from hostir.choice.ranged import RangedExecutor
+from hostir.choice.ranges import Ranges, key
+from hostir.ir.program import Program
+from tests.choice.test_ranges import GPUS, LARGE, _own_cache, layer  # noqa: F401
+
+PUSH, PLAIN = Candidate("push", 1, "triton"), Candidate("sequential", 1, "cublas")
+FEW, MANY = {"M": 64}, {"M": 4096}
+
+
+class FakeRank(Executor):
+    """An executor that only says that it is one of a rank on CUDA."""
+
+    session = None
+    for_captures: Any = None
+    may_differ_in_captures = True
+
+    def __init__(self, program: Program, kernels: str) -> None:
+        self.program, self.kernels = program, kernels
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> Iterator[RangedExecutor]:
+    """An executor after calls with 64 and 4096 rows: `push` is chosen, and for 64 rows `sequential` replays faster.
+
+    There is no garbage collection, so that only references keep objects alive.
+    """
+    monkeypatch.setattr(ranged, "RankExecutor", FakeRank)
+    every = Ranges(Decider(LARGE.program(), GPUS), {})
+    every.budget = 2.0
+    timings = Timing(PUSH, 10.0, graph=50.0, symmetric=4096), Timing(PLAIN, 20.0, graph=30.0)
+    gc.collect()
+    gc.disable()
+    executor = RangedExecutor(every, 0, FakeRank)
+    for sizes, source in ((FEW, "measured"), (MANY, "estimated")):
+        name = key(every.representative(sizes))
+        every.choices[name] = replace(every.choice(sizes), taken=PUSH, source=source, timings=timings)
+        executor._settled.add(name)
+    for candidate in (PUSH, PLAIN):
+        executor._executor(candidate)
+    yield executor
+    gc.enable()
+
+
+def captured(executor: RangedExecutor, sizes: Mapping[str, int] = FEW) -> object:
+    """Return the executor whose program captures of calls with these sizes run instead of `push`."""
+    return executor.executors[PUSH].for_captures(sizes)
+
+
+def test_captures_run_the_candidate_that_replays_fastest(few: RangedExecutor) -> None:
+    assert captured(few) is few.executors[PLAIN]
+    assert captured(few, {"M": 80}) is few.executors[PLAIN], "another size of the range"
+    assert captured(few, MANY) is None, "these replays were not measured"
+    assert few.executors[PLAIN].for_captures(FEW) is None, "it is what captures run"
+
+
+def test_captures_run_the_chosen_candidate_before_the_first_call_of_a_range(few: RangedExecutor) -> None:
+    few._settled.clear()
+    assert captured(few) is None
+
+
+def test_captures_run_the_chosen_candidate_if_there_are_no_trials(few: RangedExecutor) -> None:
+    few.ranges.budget = 0.0
+    assert captured(few) is None
+    assert few.called[0].notes == ()
+
+
+def test_captures_run_the_chosen_candidate_if_the_other_one_does_not_fit(few: RangedExecutor) -> None:
+    few.ranges.fits = lambda candidate, sizes: candidate == PUSH or sizes == FEW  # type: ignore[method-assign]
+    assert captured(few) is few.executors[PLAIN]
+    assert captured(few, {"M": 80}) is None
+
+
+def test_a_candidate_that_is_not_chosen_for_these_sizes_is_not_replaced(few: RangedExecutor) -> None:
+    other = next(c for c in few.ranges.decider.candidates.programs if c not in (PUSH, PLAIN))
+    assert few._executor(other).for_captures(FEW) is None  # type: ignore[attr-defined]
+
+
+def test_the_sizes_of_a_call_count_if_they_differ_from_given_sizes(few: RangedExecutor) -> None:
+    few.ranges.free, few.ranges.fixed = (), FEW
+    asked: list[Any] = []
+    few.ranges.fits = lambda candidate, sizes: bool(asked.append(sizes)) or sizes["M"] != 66  # type: ignore[method-assign]
+    assert captured(few, {"M": 66}) is None
+    assert captured(few, {"M": 68}) is few.executors[PLAIN]
+    assert asked == [{"M": 66}, {"M": 68}]
+
+
+def test_executors_that_run_one_program_in_all_calls_are_left_as_they_are(
+    few: RangedExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeRank, "may_differ_in_captures", False)
+    few.executors.clear()
+    assert few._executor(PUSH).for_captures is None  # type: ignore[attr-defined]
+    assert few.called[0].notes == ()
+
+
+def test_a_note_tells_which_candidate_captures_run(few: RangedExecutor) -> None:
+    times = "a replay takes 30 us, and one of 'push, triton' 50 us"
+    note = f"in CUDA graphs that you capture, 'sequential, cublas' runs: {times}"
+    assert {choice.notes for choice in few.called} == {(note,), ()}
+    few.ranges.free, few.ranges.fixed = (), FEW
+    assert isinstance(few.choice, hi.Choice)
+    assert few.choice.notes == (note,)
+
+
+def test_an_executor_does_not_keep_the_executor_of_its_fusion_alive(few: RangedExecutor) -> None:
+    """The garbage collector would destroy CUDA graphs, also during a capture."""
+    one: Any = RangedExecutor(few.ranges, 0, FakeRank)
+    instead, held = one._executor(PUSH).for_captures, weakref.ref(one)
+    del one
+    assert held() is None
+    assert instead(FEW) is None
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_deterministic_algorithms_leave_nothing_to_try(deterministic: bool) -> None:
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        executor: Any = hi.compile(layer(1), machine="gloo", tune=2)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert executor.ranges.budget == (0 if deterministic else 2)
