@@ -12,8 +12,10 @@ Each number of a row is the median of the runs. The columns:
 - *less spread* is the same, if a row counts as 1 in which all runs have chosen the same candidate, and whose regret
   exceeds 1 by less than its regrets differ between these runs.
 - *captured* is the regret of a CUDA graph of the second call, against hostir's fastest candidate in a graph.
-- *x NCCL + cuBLAS* and *x best peer* are the speed of the choice as a multiple of the speed of these peers, in the same
-  mode: the lowest row.
+- *x NCCL + cuBLAS* and *x best peer* are the speed of the choice as a multiple of the speed of these peers: the lowest
+  row. Both are called by Python for each run. For some calls with `out=`, hostir then replays a graph of its own.
+- *captured x NCCL + cuBLAS* and *captured x best peer* are the same for CUDA graphs: the graph of the second call of
+  hostir, and a graph of the peer.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from statistics import geometric_mean, median
 from typing import Any
 
 from benchmarks.harness import table, write
-from benchmarks.scores import BY_HAND, COMPILED, NCCL, fastest, modes_of, regrets
+from benchmarks.scores import BY_HAND, CAPTURED, COMPILED, EAGER, GRAPH, NCCL, fastest, modes_of, regrets
 
 ALLOWED = 1.05  # a regret that counts as small
 Values = dict[str, float]  # figures of a row, by name
@@ -40,7 +42,7 @@ class ChosenRow:
 
     Fields:
         name: the results and the row.
-        runs: the figures of each run: `regret`, `captured`, `by_hand` and `peer`. A figure may be missing.
+        runs: the figures of each run: `regret`, `captured`, and the ratios of `figures`. A figure may be missing.
         choices: the candidate that was chosen in each run.
     """
 
@@ -70,13 +72,23 @@ class ChosenRow:
 
 
 def figures(row: Mapping[str, Any]) -> Values:
-    """Return the figures of a row of one run."""
-    times, modes = row["times"], modes_of(dict(row))
-    chosen = fastest({COMPILED: times[COMPILED]}, ours=True, modes=modes)
-    by_hand = fastest({name: t for name, t in times.items() if name in (BY_HAND, NCCL)}, ours=False, modes=modes)
-    peer = fastest(times, ours=False, modes=modes)
-    ratios = {name: other[2] / chosen[2] for name, other in (("by_hand", by_hand), ("peer", peer)) if other and chosen}
-    return {name: value for name, value in (regrets(times) | ratios).items() if value is not None}
+    """Return the figures of a row of one run.
+
+    `by_hand` and `peer` are the speed of the choice as a multiple of the speed of NCCL + cuBLAS and of the best peer.
+    `captured_by_hand` and `captured_peer` are these ratios for CUDA graphs.
+    """
+    times = row["times"]
+    found = regrets(times)
+    hands = {name: t for name, t in times.items() if name in (BY_HAND, NCCL)}
+    for prefix, name, modes, mode in (
+        ("", COMPILED, modes_of(dict(row)), EAGER),
+        ("captured_", CAPTURED, (GRAPH,), GRAPH),
+    ):
+        ours = fastest({n: t for n, t in times.items() if n == name}, ours=True, modes=modes)
+        for figure, peers in (("by_hand", hands), ("peer", times)):
+            other = fastest(peers, ours=False, modes=(mode,))
+            found[prefix + figure] = other[2] / ours[2] if other and ours else None
+    return {figure: value for figure, value in found.items() if value is not None}
 
 
 def results_in(file: Path) -> Iterable[Any]:
@@ -115,10 +127,12 @@ def summary(rows: Sequence[ChosenRow]) -> dict[str, str]:
         cells[name] = f"{geometric_mean(values):.3f}" if values else "-"
         cells[f"{name}, max"] = f"{max(values):.2f}" if values else "-"
         cells[f"{name}, <= {ALLOWED}"] = f"{sum(v <= ALLOWED for v in values) / len(values):.0%}" if values else "-"
-    captured, by_hand, peer = (known(lambda r, name=name: r.of(name)) for name in ("captured", "by_hand", "peer"))
+    captured = known(lambda row: row.of("captured"))
     cells["captured"] = f"{geometric_mean(captured):.3f}" if captured else "-"
-    cells["x NCCL + cuBLAS"] = f"{min(by_hand):.2f}" if by_hand else "-"
-    cells["x best peer"] = f"{min(peer):.2f}" if peer else "-"
+    for name, ratio in (("by_hand", f"x {BY_HAND}"), ("peer", "x best peer")):
+        for prefix, column in (("", ratio), ("captured_", f"captured {ratio}")):
+            values = known(lambda row, figure=prefix + name: row.of(figure))
+            cells[column] = f"{min(values):.2f}" if values else "-"
     return cells
 
 

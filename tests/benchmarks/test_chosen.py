@@ -30,6 +30,17 @@ def test_a_choice_is_compared_with_the_fastest_candidate_and_with_peers_that_are
     assert found["captured"] == pytest.approx(20 / 11, abs=1e-4)
     assert found["by_hand"] == pytest.approx(12 / 11)
     assert found["peer"] == pytest.approx(1.0)
+    assert found["captured_by_hand"] == found["captured_peer"] == pytest.approx(9 / 20)
+
+
+def test_a_choice_that_replays_its_own_graph_is_compared_with_peers_that_python_calls() -> None:
+    replayed = row(11.0)
+    replayed["compiled"]["mode"] = "graph"
+    found = figures(replayed)
+    assert found["by_hand"] == pytest.approx(12 / 12)
+    assert found["peer"] == pytest.approx(11 / 12)
+    del replayed["times"][CAPTURED]
+    assert not any(name.startswith("captured") for name in figures(replayed))
 
 
 @pytest.mark.parametrize(
@@ -66,13 +77,14 @@ def test_the_table_has_the_medians_of_all_runs(tmp_path: Path, capsys: pytest.Ca
     ]
     main([*folders, "--out", str(tmp_path / "chosen"), "--worst", "1"])
     header, _, line, everything, worst = capsys.readouterr().out.splitlines()
-    cells = dict(zip(header.split(" | "), line.split(" | "), strict=True))
+    cells = dict(zip(header.strip("| ").split(" | "), line.strip("| ").split(" | "), strict=True))
     assert cells["runs"] == "1 to 3"
     assert cells["regret"] == f"{(1.06 * 1.02) ** (1 / 3):.3f}"
     assert cells["regret, max"] == "1.06"
     assert cells["regret, <= 1.05"] == "67%"
     assert cells["less spread"] == f"{1.02 ** (1 / 3):.3f}", "8B differs by .2 between runs, and the others by nothing"
     assert cells["x NCCL + cuBLAS"] == f"{12 / 10.6:.2f}"
+    assert cells["captured x best peer"] == f"{9 / 20:.2f}"
     assert everything.startswith("| all | 3 |")
     assert worst == "mlp_2: 8B M=64: regret 1.00, 1.20, 1.06; ring triton, ring triton, ring triton"
     assert json.loads((tmp_path / "chosen.json").read_text())["rows"]["mlp_2: 70B M=64"]["runs"][0]["regret"] == 1.02
