@@ -272,14 +272,16 @@ def _convert(key: str, text: str, parameter: inspect.Parameter) -> Any:
     default = parameter.default
     if isinstance(default, bool):
         if text.lower() not in ("true", "false", "0", "1"):
-            raise error(f"--set {key}={text}: not a truth value", expected="true or false")
+            raise error(f"--set {key}={text:.60}: not a truth value", expected="true or false")
         return text.lower() in ("true", "1")
     if not isinstance(default, int | float):
         return text
     try:
         return type(default)(text)
     except ValueError:
-        raise error(f"--set {key}={text}: not {'an integer' if isinstance(default, int) else 'a number'}") from None
+        kind = "an integer" if isinstance(default, int) else "a number"
+        expected, hint = f"{kind}, such as {default}", f"leave it out for {key}={default}, the default"
+        raise error(f"--set {key}={text:.60}: not {kind}", expected=expected, hint=hint) from None
 
 
 def _call(function: Callable[..., Fusion], arguments: dict[str, Any]) -> Fusion:

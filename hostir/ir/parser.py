@@ -163,7 +163,8 @@ class TreeReader:
     def program(self, tree: Tree[Token]) -> Program:
         version, *meshes, head = _parts(tree)
         if self.text.integer(version) != VERSION:
-            raise self.text.fail(f"text version {version}", version, expected=f"hostir {VERSION}")
+            hint = "another release of hostir wrote this text: read it with that one, or lower the fusion again"
+            raise self.text.fail(f"text version {version}", version, expected=f"hostir {VERSION}", hint=hint)
         for mesh in meshes:
             self.mesh(mesh)
         phase, name, params, outputs, streams, block = _parts(head)

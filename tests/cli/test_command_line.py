@@ -302,6 +302,17 @@ def test_repeated_runs_show_progress_to_a_terminal_only(
     assert ("@gather" in capsys.readouterr().err) == watched
 
 
+@pytest.mark.parametrize("value", ["M=abc", "M=5x2", "M=5.0"])
+def test_a_parameter_that_is_no_integer_is_refused_with_its_default(
+    value: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["lower", str(ROOT / "examples/patterns.py") + ":allgather_matmul", "--set", value]) == 2
+    assert capfd.readouterr().err == (
+        f"error: --set {value}: not an integer\n  expected: an integer, such as 256\n"
+        "  hint: leave it out for M=256, the default\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
