@@ -62,6 +62,7 @@ ISSUED = 7  # calls on CUDA for which the time of the host is measured, if the t
 HOST = 0.25  # the part of the time that counts if the host takes longer than the device; callers may capture calls
 SHORT = 500.0  # microseconds; for runs that take longer, it does not matter whether they are replays or calls
 QUEUED = 3  # rounds of a duel that the host may be ahead: if the device's queue were full, the host would wait for it
+LEAST = 0.01  # microseconds; the smallest difference of times in the cache
 REPLAY, CALL = "replay", "call"  # ways to run a candidate
 COMPILING = 20.0  # seconds that all trials of a fusion together may take to plan and compile challengers
 PATIENCE = 600.0  # seconds that ranks wait for a rank that compiles kernels of a candidate
@@ -155,7 +156,7 @@ class Trial:
             self._begin(self.progress.best, inputs, out)
             self._duels(waiting, inputs, out)
         self._drop_losers()
-        self._leave_out_uncaptured()
+        self._finish_times()
         self._post_result()
         self._conclude()
 
@@ -455,13 +456,22 @@ class Trial:
                 store.delete_key(self._place)
                 store.delete_key(count)
 
-    def _leave_out_uncaptured(self) -> None:
-        """Remove the replays of candidates that cannot be captured: their timed runs were calls."""
+    def _finish_times(self) -> None:
+        """Make the times ready for the cache, and remove those that are no times of replays.
+
+        The next process takes the candidate with the shortest time. So the winner gets a shorter time than the others:
+        its own may be a little longer, if its replays decided a duel, or if the host was slower in a later duel. The
+        timed runs of candidates that cannot be captured were calls.
+        """
+        progress = self.progress
         for candidate in self.uncaptured:
-            self.progress.replays.pop(candidate, None)
+            progress.replays.pop(candidate, None)
             if self.in_graphs:
-                self.progress.times.pop(candidate, None)
-                self.progress.refused.setdefault(candidate, NO_CAPTURE)
+                progress.times.pop(candidate, None)
+                progress.refused.setdefault(candidate, NO_CAPTURE)
+        others = [us for candidate, us in progress.times.items() if candidate != progress.best]
+        if others and progress.best in progress.times:
+            progress.times[progress.best] = min(progress.times[progress.best], min(others) - LEAST)
 
     def _conclude(self) -> None:
         """End the trial: its winner is the choice for the range."""

@@ -205,12 +205,24 @@ def test_the_times_of_a_candidate_that_cannot_be_captured_are_not_times_of_repla
     trial.progress.replays |= {CHAMPION: 19.0, CHALLENGER: 30.0}
     trial.runs, trial.inputs, trial.began = {}, [], 0.0
     trial.execute = lambda candidate: SimpleNamespace(unbind=list)  # type: ignore[assignment, return-value]
-    trial._leave_out_uncaptured()
+    trial._finish_times()
     trial._conclude()
     assert published == [trial.progress]
     assert trial.progress.replays == {CHAMPION: 19.0}
     assert trial.progress.times == {CHAMPION: 20.0, **({} if in_graphs else {CHALLENGER: 30.0})}
     assert trial.progress.refused == ({CHALLENGER: "it cannot be captured in a CUDA graph"} if in_graphs else {})
+
+
+def test_the_next_process_takes_the_winner_of_a_trial() -> None:
+    """Its replays may have decided a duel, or the host may have been slower in a later one."""
+    trial = object.__new__(Trial)
+    trial.progress, trial.uncaptured, trial.in_graphs = TrialState(CHAMPION), set(), False
+    trial.progress.times |= {CHAMPION: 20.0, CHALLENGER: 19.5}
+    trial._finish_times()
+    assert trial.progress.times == {CHAMPION: 19.49, CHALLENGER: 19.5}
+    trial.progress.times[CHAMPION] = 10.0
+    trial._finish_times()
+    assert trial.progress.times[CHAMPION] == 10.0
 
 
 def test_a_rank_takes_the_result_of_the_others_with_all_times() -> None:
