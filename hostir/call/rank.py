@@ -35,7 +35,7 @@ from hostir.call.started import SideStreams, Started
 from hostir.check import Proof, proof_of
 from hostir.ir.program import Program, shares_memory, stated_hosts
 from hostir.ir.source import HostIRError, error, logger, warn_once
-from hostir.job.agreement import Agreement
+from hostir.job.agreement import Agreement, RefusedError
 from hostir.job.groups import Groups
 from hostir.job.guest import session_of
 from hostir.job.hosts import equal_hosts, ranks_text
@@ -89,7 +89,7 @@ class RankExecutor(Executor):
         self._order: CallOrder | None = None  # orders the calls of this executor on different streams
         self._communicates = bool(teams_of(program) or message_teams_of(program)) or shares_memory(program)
         self._side: SideStreams | None = None
-        # A function of the sizes: it returns the executor whose program captures run instead, or None.
+        # A function of the sizes: it returns the executor whose program captures run; None if that is not known yet.
         self.for_captures: Callable[[Mapping[str, int]], Executor | None] | None = None
         self._ended = ""  # the reason why this executor refuses calls; empty while it accepts them
         self._agreement = Agreement(None, program, self.kernels, False)  # without other ranks; `_join` may replace it
@@ -232,8 +232,8 @@ class RankExecutor(Executor):
                 raise self._noted(problem)
         graphs, capturing = self._graphs, torch._C._cuda_isCurrentStreamCapturing()
         if capturing and plan.for_captures is not None:
-            if isinstance(plan.for_captures, HostIRError):
-                raise plan.for_captures
+            if isinstance(plan.for_captures, HostIRError):  # a stored exception would keep the frames that it passes
+                raise HostIRError(*plan.for_captures.diagnostics)
             plan = plan.for_captures
         if LATE and not capturing:
             release()
@@ -527,35 +527,45 @@ class RankExecutor(Executor):
     def _plan_for_captures(self, plan: Plan, inputs: Sequence[Part]) -> None:
         """Make the plan that captures issue instead of `plan`, if they run the program of another executor.
 
-        Nothing can be compiled or loaded in a capture. If this rank cannot make the plan, only captures raise the
-        reason. They must not issue `plan`: the other ranks would not wait for its program.
+        Nothing can be compiled or loaded in a capture, and ranks cannot connect. In their first such call, the ranks
+        meet and connect for the other program, as before the first call of any executor. After that no rank waits for
+        another one. If this rank cannot make the plan, only captures raise the reason. They must not issue `plan`,
+        because the other ranks would not wait for its program. The next call with other tensors tries again.
         """
-        if self.for_captures is None or type(plan) is not CudaPlan or plan.for_captures is not None:
+        if self.for_captures is None or type(plan) is not CudaPlan or plan.settled:
             return
         other = self.for_captures(plan.unrolled.sizes)
-        if not isinstance(other, RankExecutor):
+        if other is self:
+            plan.settled = True
+        if other is self or not isinstance(other, RankExecutor):
             return
         self._refuse_in_capture()
         try:
             sizes, proof, unrolled = other._unrolled(inputs)
         except HostIRError as refusal:
             other._agreement.refuse(refusal)
-            plan.for_captures = self._uncaptured(refusal)
+            plan.for_captures, plan.settled = self._uncaptured(refusal), True
             return
-        if (kind := _kind(sizes, proof)) not in other._agreement.agreed:
-            other._agreement.reach(sizes, kind)  # the ranks meet and connect, as before the first call of an executor
+        try:
+            if (kind := _kind(sizes, proof)) not in other._agreement.agreed:
+                other._agreement.reach(sizes, kind)
+        except RefusedError as refusal:
+            plan.for_captures, plan.settled = self._uncaptured(refusal), True
+            return
         try:
             torch.cuda.current_blas_handle()  # cuBLAS allocates memory when a thread uses it first
-            made = other._plan(unrolled, None, inputs)  # without symmetric memory, no rank waits for another rank
+            made = other._plan(unrolled, None, inputs)
             assert isinstance(made, CudaPlan)
-            plan.for_captures = made
+            plan.for_captures, plan.settled = made, True
+        except (AlikeError, MisalignedError):
+            raise
         except Exception as problem:  # any failure, for example of a compiler
             plan.for_captures = self._uncaptured(problem)
 
     def _uncaptured(self, problem: Exception) -> HostIRError:
         """Return the error of captures for which this rank could not make a plan."""
         what = f"@{self.program.name} cannot be captured in a CUDA graph: {headline(problem)}"
-        return error(what, hint="with HOSTIR_TUNE=0, captures run the program of other calls")
+        return error(what, hint="with HOSTIR_TUNE=0 on rank 0, captures run the same program as plain calls")
 
     def _use(self, name: tuple[Any, ...] | None, call: BoundCall) -> BoundCall:
         """Make `call` the latest bound call, and return it. If `name` is None, the call and its plan are not kept."""

@@ -161,10 +161,10 @@ class Choice:
 
     @property
     def captured(self) -> Candidate:
-        """The best candidate for calls that the caller captures in a CUDA graph.
+        """The candidate for calls that the caller captures in a CUDA graph.
 
-        It is `taken`, unless replays of another candidate were faster in measurements. The other candidate must need no
-        symmetric memory, because this would stay allocated even if nothing is captured.
+        It is `taken`, unless the replays of another candidate took at least 2 % less time in measurements. Only
+        candidates without symmetric memory count. It would stay allocated, even if nothing is ever captured.
         """
         replays = {timing.candidate: timing.graph for timing in self.timings if timing.graph is not None}
         if self.source != MEASURED or self.taken not in replays:

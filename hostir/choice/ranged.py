@@ -28,6 +28,7 @@ from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
 from hostir.kernels.dtypes import torch_dtype
 from hostir.machines.binding import Part
+from hostir.plan.unroll import message_teams_of
 
 
 class RangedExecutor(Executor):
@@ -205,20 +206,27 @@ class RangedExecutor(Executor):
             executor = self.executors[candidate] = self._execute(self.ranges.program(candidate), candidate.kernels)
             if isinstance(executor, RankExecutor) and executor.may_differ_in_captures:
                 # With a strong reference, only the garbage collector would destroy the executor, and its CUDA graphs.
-                executor.for_captures = partial(_instead, weakref.ref(self), candidate)
+                executor.for_captures = partial(_capturing, weakref.ref(self), candidate)
         return self.executors[candidate]
 
-    def instead(self, candidate: Candidate, sizes: Mapping[str, int]) -> Executor | None:
-        """Return the executor whose program captures of calls with these sizes run instead of a candidate.
+    def capturing(self, candidate: Candidate, sizes: Mapping[str, int]) -> Executor | None:
+        """Return the executor whose program captures of calls with these sizes run.
 
-        The candidate is the one that plain calls with these sizes run. Return None if captures run it, too.
+        Return None before the first call in the range of these sizes, which may try candidates.
+
+        Args:
+            candidate: the candidate that plain calls with these sizes run.
+            sizes: the sizes.
         """
         known = sizes if self.ranges.free else self.ranges.fixed
-        choice = self.ranges.choice(known)
-        settled = key(self.ranges.representative(known)) in self._settled
-        if not self.ranges.budget or not settled or choice.captured == candidate or choice.taken != candidate:
+        if key(self.ranges.representative(known)) not in self._settled:
             return None
-        return self._executor(choice.captured) if self.ranges.fits(choice.captured, sizes) else None
+        choice = self.ranges.choice(known)
+        captured = choice.captured
+        same = not self.ranges.budget or captured == candidate or choice.taken != candidate
+        if same or message_teams_of(self.ranges.program(captured)) or not self.ranges.fits(captured, sizes):
+            return self._executor(candidate)
+        return self._executor(captured)
 
     def _with_note(self, choice: Choice) -> Choice:
         """Return a choice, with a note if captures run another candidate."""
@@ -231,12 +239,12 @@ class RangedExecutor(Executor):
         return replace(choice, notes=(*choice.notes, f"in CUDA graphs that you capture, '{captured}' runs: {times}"))
 
 
-def _instead(
+def _capturing(
     ranged: Callable[[], RangedExecutor | None], candidate: Candidate, sizes: Mapping[str, int]
 ) -> Executor | None:
-    """Return the result of `RangedExecutor.instead`; None if that executor is gone."""
+    """Return the result of `RangedExecutor.capturing`; None if that executor is gone."""
     it = ranged()
-    return None if it is None else it.instead(candidate, sizes)
+    return None if it is None else it.capturing(candidate, sizes)
 
 
 def _with_shape_of(x: Any, value: Value) -> Any:

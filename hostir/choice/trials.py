@@ -2,8 +2,8 @@
 
 The cost model proposes a few candidates. Before the first call in a range of sizes, all ranks try these candidates on
 the inputs of the call, and in the way in which the caller calls. The results go to memory of the trial. Then the
-fastest candidate makes the call, and all later calls in the range. So a range has one candidate from its first call on:
-recomputations run the same candidate as the first call.
+fastest candidate makes the call, and all later plain calls in the range. So a range has one candidate for plain calls
+from its first call on: recomputations run the same candidate as the first call.
 
 A trial is a series of duels. The champion, at first the candidate with the shortest estimate, meets one challenger
 after another. Both run in turn, in the order A B B A A B, and the one with the smaller cost stays. The loser gives up
@@ -17,7 +17,7 @@ is the time of the device; if the host takes longer, a part of the difference is
 replays, for which the host hardly counts, and the cost of calls for which the device must wait. If the costs of two
 candidates are nearly equal, the time of replays counts once more: the caller may capture later calls. If the fusion was
 compiled for calls in graphs, only replays are timed and count, and a candidate that cannot be captured is left out.
-Captures of calls may run another candidate: see hostir/choice/captures.py.
+Calls that the caller captures may run another candidate: see `Choice.captured`.
 
 Calls that are started asynchronously run the candidate that is the fastest in the trial. Their time is not measured,
 because it depends on the work that they overlap.

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from hostir.ir.program import Program
-from hostir.ir.source import HostIRError, error
+from hostir.ir.source import Diagnostic, HostIRError, error
 from hostir.job.calls import Call, Calls, describe, in_backward
 from hostir.job.groups import ANEW, Groups
 from hostir.job.links import ALIKE, PAGE, headline
@@ -44,6 +44,10 @@ class SessionRanks(Protocol):
             where: a description of the place where this rank waits, for messages.
             note: returns a note for the message about a rank that has not arrived; empty for no note.
         """
+
+
+class RefusedError(HostIRError):
+    """The error of a rank that does not run a call, because another rank has refused it."""
 
 
 READ = "read "  # the prefix of a refusal that another rank has read
@@ -215,7 +219,7 @@ class Agreement:
             most = max(it.tries for it in posted)
             calls = [replace(it, tries=0, thread="") for it in posted]
             if (refused := next((rank for rank, it in enumerate(posted) if it.refusal), None)) is not None:
-                raise error(f"{what}, because rank {refused} does not: {posted[refused].refusal}")
+                raise RefusedError(Diagnostic(f"{what}, because rank {refused} does not: {posted[refused].refusal}"))
             if all(it == calls[0] for it in calls):
                 break
             if len({it.made for it in posted}) > 1 or all(it.tries == most for it in posted):

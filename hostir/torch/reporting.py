@@ -62,7 +62,7 @@ class Ledger:
 
     Fields:
         by_hostir: calls that hostir ran. A key has the operator, the group's name, the executor that was called, the
-            executor of the candidate that ran, and a bool that is True if the call was started asynchronously.
+            executor of the candidate for plain calls, and a bool that is True if the call was started asynchronously.
         by_torch: calls that were left to torch. A key has the operator, the group's name, and the reason.
         cleared: the number of hostir's calls before the last `clear`, by operator and group.
     """

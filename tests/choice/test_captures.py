@@ -59,46 +59,58 @@ def few(monkeypatch: pytest.MonkeyPatch) -> Iterator[RangedExecutor]:
     gc.enable()
 
 
-def captured(executor: RangedExecutor, sizes: Mapping[str, int] = FEW) -> object:
-    """Return the executor whose program captures of calls with these sizes run instead of `push`."""
-    return executor.executors[PUSH].for_captures(sizes)
+def captured(executor: RangedExecutor, sizes: Mapping[str, int] = FEW) -> Candidate | None:
+    """Return the candidate that captures of calls with these sizes run, if plain calls run `push`."""
+    its: Any = executor.executors[PUSH]
+    its = its.for_captures(sizes)
+    return next((candidate for candidate, each in executor.executors.items() if each is its), None)
 
 
 def test_captures_run_the_candidate_that_replays_fastest(few: RangedExecutor) -> None:
-    assert captured(few) is few.executors[PLAIN]
-    assert captured(few, {"M": 80}) is few.executors[PLAIN], "another size of the range"
-    assert captured(few, MANY) is None, "these replays were not measured"
-    assert few.executors[PLAIN].for_captures(FEW) is None, "it is what captures run"
+    assert captured(few) == PLAIN
+    assert captured(few, {"M": 80}) == PLAIN, "another size of the range"
+    assert captured(few, MANY) == PUSH, "these replays were not measured"
+    plain: Any = few.executors[PLAIN]
+    assert plain.for_captures(FEW) is plain
 
 
-def test_captures_run_the_chosen_candidate_before_the_first_call_of_a_range(few: RangedExecutor) -> None:
+def test_nothing_is_known_before_the_first_call_of_a_range(few: RangedExecutor) -> None:
     few._settled.clear()
     assert captured(few) is None
 
 
 def test_captures_run_the_chosen_candidate_if_there_are_no_trials(few: RangedExecutor) -> None:
     few.ranges.budget = 0.0
-    assert captured(few) is None
+    assert captured(few) == PUSH
     assert few.called[0].notes == ()
 
 
 def test_captures_run_the_chosen_candidate_if_the_other_one_does_not_fit(few: RangedExecutor) -> None:
     few.ranges.fits = lambda candidate, sizes: candidate == PUSH or sizes == FEW  # type: ignore[method-assign]
-    assert captured(few) is few.executors[PLAIN]
-    assert captured(few, {"M": 80}) is None
+    assert captured(few) == PLAIN
+    assert captured(few, {"M": 80}) == PUSH
+
+
+def test_captures_run_no_candidate_that_sends_messages(few: RangedExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its ranks connect for each plan, and wait for each other."""
+    asked: list[Program] = []
+    monkeypatch.setattr(ranged, "message_teams_of", lambda program: asked.append(program) or [(0, 1)])
+    assert captured(few) == PUSH
+    assert asked == [few.ranges.program(PLAIN)]
 
 
 def test_a_candidate_that_is_not_chosen_for_these_sizes_is_not_replaced(few: RangedExecutor) -> None:
     other = next(c for c in few.ranges.decider.candidates.programs if c not in (PUSH, PLAIN))
-    assert few._executor(other).for_captures(FEW) is None  # type: ignore[attr-defined]
+    its: Any = few._executor(other)
+    assert its.for_captures(FEW) is its
 
 
 def test_the_sizes_of_a_call_count_if_they_differ_from_given_sizes(few: RangedExecutor) -> None:
     few.ranges.free, few.ranges.fixed = (), FEW
     asked: list[Any] = []
     few.ranges.fits = lambda candidate, sizes: bool(asked.append(sizes)) or sizes["M"] != 66  # type: ignore[method-assign]
-    assert captured(few, {"M": 66}) is None
-    assert captured(few, {"M": 68}) is few.executors[PLAIN]
+    assert captured(few, {"M": 66}) == PUSH
+    assert captured(few, {"M": 68}) == PLAIN
     assert asked == [{"M": 66}, {"M": 68}]
 
 

@@ -29,7 +29,7 @@ from hostir.choice.decision import Decider
 from hostir.choice.ranged import RangedExecutor
 from hostir.choice.ranges import Ranges
 from hostir.ir.program import Program
-from hostir.ir.source import HostIRError
+from hostir.ir.source import HostIRError, error
 from hostir.job.agreement import Agreement
 from hostir.job.offers import Offer
 from hostir.job.session import Session, session
@@ -513,8 +513,10 @@ def a_rank_without_the_result_takes_it_from_the_others() -> None:
         assert CALLED == ["ring"] * 3
         assert taken(executor) == ("ring", "measured")
         chosen = executor.ranges.choice({"M": 64})  # type: ignore[attr-defined]
-        times_of_ranks = executor.session.exchange("times", json.dumps([it.us for it in chosen.timings]))
-        assert len({*times_of_ranks}) == 1, "captures may run another candidate, by these times"
+        times_of_ranks = [[it.us, it.graph] for it in chosen.timings]
+        everywhere = executor.session.exchange("times", json.dumps(times_of_ranks))
+        assert len({*everywhere}) == 1, "captures may run another candidate, by these times"
+        assert all(graph is None for _, graph in times_of_ranks), "a CPU has no graphs"
 
 
 MAKES_A_PLAN_FOR_CAPTURES: list[bool] = []  # not empty while an executor does
@@ -550,6 +552,7 @@ def captures_by(strategy: str) -> Iterator[None]:
         mock.patch.object(Choice, "captured", property(captured)),
         mock.patch.object(RangedExecutor, "_with_note", lambda executor, choice: choice),  # it has times of replays
         mock.patch.object(GlooPlan, "for_captures", None, create=True),
+        mock.patch.object(GlooPlan, "settled", False, create=True),
         times({"ring": 100.0}),
     ):
         yield
@@ -615,6 +618,24 @@ def a_rank_that_cannot_plan_for_captures_makes_its_calls() -> None:
                 call(again)
         made = for_captures(again)
         assert "OutOfMemoryError: no memory left" in made if RANK == 1 else made == "sequential", made
+
+
+@case
+def if_a_rank_refuses_the_program_of_captures_all_ranks_make_their_calls() -> None:
+    with captures_by("sequential"):
+        call(hi.compile(rows(name="captures_refused"), tune=2))
+        executor, honest = hi.compile(rows(name="captures_refused"), tune=2), RankExecutor._unrolled
+
+        def refused(self: RankExecutor, inputs: Any) -> Any:
+            if RANK == 1 and MAKES_A_PLAN_FOR_CAPTURES:
+                raise error("not here")
+            return honest(self, inputs)
+
+        with mock.patch.object(RankExecutor, "_unrolled", refused):
+            for m in (64, 64, 80):
+                call(executor, m)
+        assert "not here" in for_captures(executor)
+        call(executor, 1024)
 
 
 @case

@@ -132,9 +132,11 @@ class CudaPlan:
     Fields:
         for_captures: the plan that captures by the caller issue, or the reason why there is none; None if captures
             issue this plan.
+        settled: True if `for_captures` does not change any more.
     """
 
     for_captures: CudaPlan | HostIRError | None = None
+    settled = False
 
     def __init__(
         self,

@@ -32,7 +32,9 @@ from hostir.call import rank
 from hostir.call.bound import BoundCall
 from hostir.call.rank import RankExecutor
 from hostir.ir.source import Diagnostic, HostIRError
+from hostir.job.agreement import RefusedError
 from hostir.job.groups import Groups
+from hostir.job.links import AlikeError, MisalignedError
 from hostir.kernels import devices, parameters
 from hostir.kernels.devices import StandIn
 from hostir.kernels.matmul.prepared import MatmulLaunch
@@ -373,6 +375,11 @@ class Captured:
         monkeypatch.setattr(self.other, "_plan", self.plan)
         monkeypatch.setattr(self.other._agreement, "reach", self.reach)
         self.problem: Exception | None = None
+        self.watched: list[Any] = []
+        dog: Any = SimpleNamespace(
+            plan=None, replaced=False, disturbed=False, observe=lambda *x: self.watched.append(x)
+        )
+        self.executor.watchdog = dog
         self.executor.for_captures = lambda sizes: self.other
 
     def plan(self, unrolled: UnrolledProgram, kind: object, inputs: object) -> CudaPlan:
@@ -415,6 +422,7 @@ def test_a_capture_issues_the_plan_for_captures(captured: Captured) -> None:
     assert not captured.held
     captured.issue(capturing=True)
     assert captured.ran == [("push", False), ("ring", True)]
+    assert captured.watched == [(captured.push, False), (captured.ring, True)]
     assert captured.held == [captured.ring, captured.push]
     memory = captured.push.memory
     assert memory is not None
@@ -423,7 +431,7 @@ def test_a_capture_issues_the_plan_for_captures(captured: Captured) -> None:
 
 def test_later_plans_for_captures_are_made_without_the_other_ranks(captured: Captured) -> None:
     captured.bind()
-    captured.push.for_captures = None
+    captured.push.for_captures, captured.push.settled = None, False
     captured.bind()
     assert captured.push.for_captures is captured.ring
     assert captured.log.count("meet") == 1
@@ -436,10 +444,16 @@ def test_places_also_give_the_plan_for_captures(captured: Captured, monkeypatch:
     assert captured.push.for_captures is captured.ring
 
 
-def test_captures_issue_the_plan_of_other_calls_if_they_run_the_same_program(captured: Captured) -> None:
+def test_captures_issue_the_plan_of_plain_calls_if_they_run_the_same_program(captured: Captured) -> None:
+    asked: list[object] = []
     for captured.executor.for_captures in (None, lambda sizes: None):
         captured.bind()
+        assert not captured.push.settled, "it may become known"
+    captured.executor.for_captures = lambda sizes: asked.append(sizes) or captured.executor
+    for _ in range(3):
+        captured.bind()
         assert captured.push.for_captures is None
+    assert len(asked) == 1, "the answer is remembered"
     captured.issue(capturing=True)
     assert captured.ran == [("push", True)]
     assert not captured.log
@@ -452,20 +466,42 @@ def test_a_plan_for_captures_is_not_made_in_a_capture(captured: Captured) -> Non
     assert not captured.log
 
 
-@pytest.mark.parametrize("refused", [False, True])
-def test_only_captures_fail_if_this_rank_cannot_make_their_plan(
-    refused: bool, captured: Captured, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("refused", ["", "here", "on another rank"])
+def test_only_captures_fail_if_their_plan_cannot_be_made(
+    refused: str, captured: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     captured.problem, told = ValueError("no compiler"), list[HostIRError]()
-    if refused:
+    monkeypatch.setattr(captured.other._agreement, "refuse", told.append)
+    if refused == "here":
         monkeypatch.setattr(captured.other, "_unrolled", unplanned)
-        monkeypatch.setattr(captured.other._agreement, "refuse", told.append)
+    elif refused:
+        monkeypatch.setattr(captured.other._agreement, "reach", unreached)
     captured.bind()
     captured.issue(capturing=False)
-    with pytest.raises(HostIRError, match=r"cannot be captured in a CUDA graph: (ValueError: no compiler|no memory)"):
-        captured.issue(capturing=True)
+    for _ in range(2):
+        with pytest.raises(
+            HostIRError, match=r"cannot be captured in a CUDA graph: (ValueError: no compiler|no memory)"
+        ):
+            captured.issue(capturing=True)
+    kept = captured.push.for_captures
+    assert isinstance(kept, HostIRError)
+    assert kept.__traceback__ is None, "it would keep the tensors of the failed captures"
     assert captured.ran == [("push", False)]
-    assert [str(problem) for problem in told] == ["error: no memory"] * refused, "a rank may wait at the meeting"
+    assert [str(problem) for problem in told] == ["error: no memory"] * (refused == "here"), "ranks wait at the meeting"
+    captured.problem = None
+    captured.bind()
+    assert captured.push.for_captures is (kept if refused else captured.ring), "a failure on this rank alone may pass"
+
+
+@pytest.mark.parametrize("problem", [AlikeError(Diagnostic("too little")), MisalignedError("the calls differ")])
+def test_an_error_of_all_ranks_that_plan_for_captures_ends_the_call(problem: HostIRError, captured: Captured) -> None:
+    captured.problem = problem
+    with pytest.raises(type(problem)):
+        captured.bind()
+
+
+def unreached(sizes: object, kind: object) -> None:
+    raise RefusedError(Diagnostic("no memory"))
 
 
 def unplanned(inputs: object) -> None:
