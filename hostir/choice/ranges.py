@@ -22,7 +22,7 @@ from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, warn_once
 
 LARGEST = 16  # the exponent of the largest size that choices are made for; it stands for all larger sizes as well
-MOST_RIVALS = 8  # candidates with the shortest estimates that a trial compares; a sequential one is always among them
+MOST_RIVALS = 8  # candidates with the shortest estimates that a trial compares; NCCL + cuBLAS is compared in any case
 _numbers = itertools.count(1)
 UNTRIED = "not tried: its estimate is longer than those of the candidates that were tried"
 
@@ -131,9 +131,10 @@ class Ranges:
         timings = self.decider.estimates(self.representative(sizes))[0]
         fitting = [t for t in timings if t.candidate not in self.failed and self.fits(t.candidate, sizes)]
         fitting.sort(key=lambda timing: (timing.candidate != best, timing.us))
-        sequential = [timing for timing in fitting if timing.candidate.strategy == SEQUENTIAL]
         rivals = fitting[:MOST_RIVALS]
-        rivals += [timing for timing in sequential[:1] if not any(t in sequential for t in rivals)]
+        sequential = [timing for timing in fitting if timing.candidate.strategy == SEQUENTIAL]
+        by_library = [timing for timing in sequential if timing.candidate.kernels != "triton"]
+        rivals += [timing for timing in (by_library or sequential)[:1] if timing not in rivals]
         measured = {timing.candidate for timing in choice.timings} if choice.source == MEASURED else set()
         if len(rivals) < 2 or all(timing.candidate in measured for timing in rivals):
             return ()

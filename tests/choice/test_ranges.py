@@ -354,6 +354,18 @@ def test_two_threads_of_a_rank_alone_try_the_candidates_once(monkeypatch: pytest
     assert len(begun) == 1
 
 
+def test_nccl_and_cublas_are_tried_even_if_their_estimate_is_long() -> None:
+    every = Ranges(Decider(layer(2, 3584, 4096, "bf16").program(), GPUS), {})
+    every.budget = 2.0
+    plain = Candidate("sequential", 1, "cublas")
+    estimates = every.decider.estimates(every.representative({"M": 64}))[0]
+    assert plain not in [timing.candidate for timing in estimates[: ranges.MOST_RIVALS]]
+    rivals = [timing.candidate for timing in every.rivals({"M": 64})]
+    assert rivals == [timing.candidate for timing in estimates[: ranges.MOST_RIVALS]] + [plain]
+    many = [timing.candidate for timing in every.rivals({"M": 1 << 16})]
+    assert many.count(plain) == 1
+
+
 @pytest.mark.parametrize(("machine", "compared"), [("cuda", "graph"), ("gloo", "eager")])
 def test_calls_in_graphs_are_tried_too_and_are_plain_calls_without_a_gpu(machine: str, compared: str) -> None:
     every = Ranges(Decider(LARGE.program(), replace(GPUS, machine=machine), calls="graph"), {})
