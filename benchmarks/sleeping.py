@@ -53,6 +53,7 @@ SLEEPING: Hardware = replace(
     ending=0.0,
     begin=0.0,
     captured=0.0,
+    all_reduce=0.0,
     issued={},
 )
 

@@ -296,6 +296,7 @@ class Costs:
             nics = between.senders * h.nic_share(between.sharers)
             moving = max(moving, between.bytes / nics / 1e3)
             latency = transfer.steps * (between.hosts - 1) * h.nic_latency
+        latency += h.all_reduce * (transfer.collective == "allreduce")
         return latency + min(h.collective + moving, h.low_latency + 3 * moving)
 
     def speed_during(self, task: CostTask, collective: str) -> float:

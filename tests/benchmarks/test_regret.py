@@ -36,11 +36,11 @@ LATER = {
     "2xH200/allgather_matmul_2": "gathered rows",
 }
 LIMITS = {
-    "h100": Limits(rows=34, mean=1.012, largest=1.16, over=2, of_four=1.01, near=0.85),
-    "h100 scattered sums": Limits(rows=18, mean=1.026, largest=1.13, over=4, of_four=1.01, near=0.92),
-    "h100 all-reduces": Limits(rows=27, mean=1.021, largest=1.16, over=4, of_four=1.01, near=0.78),
-    "h200 gathered rows": Limits(rows=18, mean=1.032, largest=1.18, over=4, of_four=1.01, near=0.82),
-    "h200": Limits(rows=60, mean=1.012, largest=1.10, over=5, of_four=1.04, near=0.79),
+    "h100": Limits(rows=34, mean=1.012, largest=1.16, over=2, of_four=1.01, near=0.87),
+    "h100 scattered sums": Limits(rows=18, mean=1.026, largest=1.13, over=4, of_four=1.01, near=0.93),
+    "h100 all-reduces": Limits(rows=27, mean=1.016, largest=1.16, over=2, of_four=1.01, near=0.91),
+    "h200 gathered rows": Limits(rows=18, mean=1.035, largest=1.21, over=5, of_four=1.01, near=0.87),
+    "h200": Limits(rows=60, mean=1.012, largest=1.09, over=5, of_four=1.03, near=0.83),
 }
 
 
