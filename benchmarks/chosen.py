@@ -8,7 +8,7 @@ Each number of a row is the median of the runs. The columns:
 
 - *regret* is the time of the choice of `hi.compile` after its first 64 calls, divided by the time of hostir's fastest
   candidate in the same run, each in its faster mode: the geometric mean over the rows, the maximum, and the share of
-  rows with at most 1.05.
+  rows with at most 1.05. A CUDA graph of the choice may be that of its executor or that of the second call.
 - *less spread* is the same, if a row counts as 1 in which all runs have chosen the same candidate, and whose regret
   exceeds 1 by less than its regrets differ between these runs.
 - *captured* is the regret of a CUDA graph of the second call, against hostir's fastest candidate in a graph.

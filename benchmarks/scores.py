@@ -409,16 +409,18 @@ def scored(row: Result) -> Result:
 def regrets(times: Mapping[str, Result]) -> dict[str, float | None]:
     """Return the time of the choice of `hi.compile` as a multiple of the time of hostir's fastest candidate.
 
-    `regret` compares both in their faster modes. `captured` compares CUDA graphs, and the choice is that of a
-    caller who captures the second call. An entry is None if one of the times is missing.
+    `regret` compares both in their faster modes; a CUDA graph of the choice may be made by its executor or by the
+    caller. `captured` compares CUDA graphs, and the choice is that of a caller who captures the second call. An entry is
+    None if one of the times is missing.
     """
 
-    def ratio(name: str, modes: tuple[str, ...]) -> float | None:
-        chosen = fastest({n: t for n, t in times.items() if n == name}, ours=True, modes=modes)
+    def ratio(names: tuple[str, ...], modes: tuple[str, ...]) -> float | None:
+        chosen = fastest({n: t for n, t in times.items() if n in names}, ours=True, modes=modes)
         best = fastest(times, ours=True, modes=modes)
         return round(chosen[2] / best[2], 4) if chosen and best else None
 
-    return {"regret": ratio(COMPILED, MODES), "captured": ratio(CAPTURED, (GRAPH,))}
+    regret = ratio((COMPILED, CAPTURED), MODES) if COMPILED in times else None
+    return {"regret": regret, "captured": ratio((CAPTURED,), (GRAPH,))}
 
 
 def _collectives(row: Result) -> dict[str, float]:
