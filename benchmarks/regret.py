@@ -171,6 +171,8 @@ def rows_of(data: Mapping[str, Any]) -> Iterator[Result]:
     """Yield the rows of a file that hold times of candidates, in the form in which comparisons write them."""
     environment = data.get("environment", {})
     for row in data.get("rows") or data.get("results") or ():
+        if not isinstance(row, dict):  # a summary of rows
+            return
         if "shape" in row:  # benchmarks/patterns.py has other names, and nests candidates in modes
             M, N, K = row["shape"]
             named = {n: re.sub(r"^S=(\d+) streams=(\d+)", r"pipeline \1 slices \2 streams", n) for n in row["graph"]}

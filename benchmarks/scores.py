@@ -410,8 +410,8 @@ def regrets(times: Mapping[str, Result]) -> dict[str, float | None]:
     """Return the time of the choice of `hi.compile` as a multiple of the time of hostir's fastest candidate.
 
     `regret` compares both in their faster modes; a CUDA graph of the choice may be made by its executor or by the
-    caller. `captured` compares CUDA graphs, and the choice is that of a caller who captures the second call. An entry is
-    None if one of the times is missing.
+    caller. `captured` compares CUDA graphs, and the choice is that of a caller who captures the second call. An entry
+    is None if one of the times is missing.
     """
 
     def ratio(names: tuple[str, ...], modes: tuple[str, ...]) -> float | None:

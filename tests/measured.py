@@ -26,6 +26,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "arrivals": ("arrivals",),
     "all_reduce_norm": ("all_reduce_norm", "all_reduce_norm_fp8"),
     "check": ("check",),
+    "chosen": ("chosen",),
     "compiling": ("compiling",),
     "differential": ("differential", "differential_fp8"),
     "host_timeline": ("host_timeline",),
@@ -64,7 +65,6 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 }
 OTHERS = {
     "chart": "draws the results of other benchmarks",
-    "chosen": "summarizes several runs of the comparisons; there are no three runs yet",
     "on_eight": "runs other benchmarks; it has not been run on 8 GPUs",
     "steps_chart": "draws the results of `train`, `llama_block` and `generate`",
     "profile": "draws [pictures](../../docs/images) of kernels",

@@ -168,22 +168,22 @@ class Hardware:
 
 
 LAUNCH = {
-    "call": 30.0,
-    "matmul": 32.0,
-    "triton matmul": 6.0,
-    "flags": 2.0,
-    "compute": 8.0,
-    "communicate": 32.0,
-    "wait": 3.5,
-    "synchronize": 3.0,
-    "delay": 5.5,
-    "copy": 8.5,
-    "push": 4.0,
-    "signal": 5.5,
-    "barrier": 5.5,
+    "call": 22.0,
+    "matmul": 8.0,
+    "triton matmul": 5.0,
+    "flags": 1.0,
+    "compute": 5.0,
+    "communicate": 24.0,
+    "wait": 1.0,
+    "synchronize": 2.5,
+    "delay": 3.0,
+    "copy": 4.5,
+    "push": 5.0,
+    "signal": 2.5,
+    "barrier": 6.0,
     "allocate": 3.0,
-    "view": 1.0,
-    "stream": 0.7,
+    "view": 0.3,
+    "stream": 0.2,
 }
 
 _CUBLAS_TILES = (

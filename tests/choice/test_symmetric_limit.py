@@ -91,7 +91,7 @@ def test_a_requested_strategy_that_does_not_fit_is_refused() -> None:
 
 
 def test_a_call_takes_a_candidate_that_fits_at_its_sizes() -> None:
-    fusion = layer(dtype="bf16")
+    fusion = layer(dtype="bf16", k=1024)
     every = Ranges(decider(fusion=fusion), {})
     fastest = every.candidate({"M": 5000})
     needed = symmetric_bytes(every.program(fastest), {"M": 5000})
