@@ -89,8 +89,9 @@ class RankExecutor(Executor):
         self._order: CallOrder | None = None  # orders the calls of this executor on different streams
         self._communicates = bool(teams_of(program) or message_teams_of(program)) or shares_memory(program)
         self._side: SideStreams | None = None
-        # A function of the sizes: it returns the executor whose program captures run; None if that is not known yet.
-        self.for_captures: Callable[[Mapping[str, int]], Executor | None] | None = None
+        # A function of the sizes. It returns the executor whose program captures run, and a reason to issue each call
+        # anew, or an empty text. It returns None if that is not known yet.
+        self.decided: Callable[[Mapping[str, int]], tuple[Executor, str] | None] | None = None
         self._ended = ""  # the reason why this executor refuses calls; empty while it accepts them
         self._agreement = Agreement(None, program, self.kernels, False)  # without other ranks; `_join` may replace it
         self._machine = self._join(machine, group, timeout)
@@ -266,7 +267,7 @@ class RankExecutor(Executor):
                 self._resume()
             try:
                 plan = self._choose(cache_key(inputs), inputs, places=True)
-                self._plan_for_captures(plan, inputs)
+                self._settle(plan, inputs)
             except HostIRError:
                 raise
             except BaseException as problem:
@@ -354,6 +355,11 @@ class RankExecutor(Executor):
         self.latest = None
         for name in [name for name, call in self.bound.items() if call.plan is plan]:
             del self.bound[name]
+
+    def issue_plainly(self, reason: str) -> None:
+        """Replay no graph for calls with tensors like those of the latest call, until `decided` decides otherwise."""
+        if self.latest is not None and isinstance(self.latest.plan, CudaPlan):
+            self.latest.plan.plain = reason
 
     @property
     def tape(self) -> str:
@@ -513,7 +519,7 @@ class RankExecutor(Executor):
         call = None if name is None or unwritable(written) else self.bound.get(name)
         if call is None:
             plan = self._choose(tensors_key, inputs, out)
-            self._plan_for_captures(plan, inputs)
+            self._settle(plan, inputs)
             call = BoundCall(plan, inputs, outs, where, self._agreement.call.digest)
         else:
             self._refuse_elsewhere()
@@ -524,21 +530,29 @@ class RankExecutor(Executor):
             self._order = CallOrder(self._machine.device)  # graphs share their workspaces
         return self._use(name, call)
 
-    def _plan_for_captures(self, plan: Plan, inputs: Sequence[Part]) -> None:
-        """Make the plan that captures issue instead of `plan`, if they run the program of another executor.
+    def _settle(self, plan: Plan, inputs: Sequence[Part]) -> None:
+        """Settle whether calls of a plan are replayed, and make the plan that captures by the caller issue.
+
+        All ranks call this together in the first call with each kind of sizes.
+        """
+        if self.decided is None or type(plan) is not CudaPlan or plan.settled:
+            return
+        if (decision := self.decided(plan.unrolled.sizes)) is None:
+            return
+        other, plan.plain = decision
+        if other is self or not isinstance(other, RankExecutor):
+            plan.settled = True
+        else:
+            self._plan_for_captures(plan, other, inputs)
+
+    def _plan_for_captures(self, plan: CudaPlan, other: RankExecutor, inputs: Sequence[Part]) -> None:
+        """Make the plan that captures issue instead of `plan`, because they run the program of another executor.
 
         Nothing can be compiled or loaded in a capture, and ranks cannot connect. In their first such call, the ranks
         meet and connect for the other program, as before the first call of any executor. After that no rank waits for
         another one. If this rank cannot make the plan, only captures raise the reason. They must not issue `plan`,
         because the other ranks would not wait for its program. The next call with other tensors tries again.
         """
-        if self.for_captures is None or type(plan) is not CudaPlan or plan.settled:
-            return
-        other = self.for_captures(plan.unrolled.sizes)
-        if other is self:
-            plan.settled = True
-        if other is self or not isinstance(other, RankExecutor):
-            return
         self._refuse_in_capture()
         try:
             sizes, proof, unrolled = other._unrolled(inputs)

@@ -12,6 +12,7 @@ from hostir.lower.strategies import ACROSS_HOSTS
 MEASURED, ESTIMATED, ASKED_FOR, FALLBACK = "measured", "estimated", "asked for", "fallback"
 BEING_MEASURED = "being measured"  # with the number of candidates that were tried so far
 NO_CAPTURE = "it cannot be captured in a CUDA graph"  # the reason why a candidate is left out of calls in graphs
+SLOWER = 0.05  # calls are not replayed if a replay takes more time than a plain call by at least this share
 WORTH = 0.02  # captures run another candidate if its replay takes less time by at least this share
 
 
@@ -172,6 +173,18 @@ class Choice:
         free = [timing.candidate for timing in self.timings if timing.candidate in replays and not timing.symmetric]
         best = min(free, key=replays.__getitem__, default=self.taken)
         return best if replays[best] < replays[self.taken] * (1 - WORTH) else self.taken
+
+    @property
+    def plain(self) -> str:
+        """The reason why the executor should replay no graph for calls with `out=`; empty if it may.
+
+        A trial times plain calls and replays. The time of a candidate is the shorter one, and contains a part of the
+        host's time if that is longer. If it is shorter than a replay by at least 5 %, plain calls are faster.
+        """
+        timing = next((timing for timing in self.timings if timing.candidate == self.taken), None)
+        if self.source != MEASURED or timing is None or timing.graph is None or timing.us > timing.graph * (1 - SLOWER):
+            return ""
+        return f"a replay took {timing.graph:.0f} us in a trial, and a plain call {timing.us:.0f} us"
 
     @property
     def status(self) -> str:

@@ -204,15 +204,16 @@ class RangedExecutor(Executor):
     def _executor(self, candidate: Candidate) -> Executor:
         if candidate not in self.executors:
             executor = self.executors[candidate] = self._execute(self.ranges.program(candidate), candidate.kernels)
-            if isinstance(executor, RankExecutor) and executor.may_differ_in_captures:
+            if isinstance(executor, RankExecutor):
                 # With a strong reference, only the garbage collector would destroy the executor, and its CUDA graphs.
-                executor.for_captures = partial(_capturing, weakref.ref(self), candidate)
+                executor.decided = partial(_decided, weakref.ref(self), candidate)
         return self.executors[candidate]
 
-    def capturing(self, candidate: Candidate, sizes: Mapping[str, int]) -> Executor | None:
-        """Return the executor whose program captures of calls with these sizes run.
+    def decided(self, candidate: Candidate, sizes: Mapping[str, int]) -> tuple[Executor, str] | None:
+        """Return the executor whose program captures run, and a reason why a graph of the executor would be slower.
 
-        Return None before the first call in the range of these sizes, which may try candidates.
+        Return None before the first call in the range of these sizes, which may try candidates. The reason is empty if
+        calls with `out=` may be replayed.
 
         Args:
             candidate: the candidate that plain calls with these sizes run.
@@ -222,29 +223,36 @@ class RangedExecutor(Executor):
         if key(self.ranges.representative(known)) not in self._settled:
             return None
         choice = self.ranges.choice(known)
-        captured = choice.captured
-        same = not self.ranges.budget or captured == candidate or choice.taken != candidate
-        if same or message_teams_of(self.ranges.program(captured)) or not self.ranges.fits(captured, sizes):
-            return self._executor(candidate)
-        return self._executor(captured)
+        if choice.taken != candidate:
+            return self._executor(candidate), ""
+        captured, plain = choice.captured, choice.plain
+        same = not self._may_differ or captured == candidate or message_teams_of(self.ranges.program(captured))
+        if same or not self.ranges.fits(captured, sizes):
+            return self._executor(candidate), plain
+        return self._executor(captured), plain
+
+    @property
+    def _may_differ(self) -> bool:
+        """True if captures may run another candidate than plain calls."""
+        one: Executor = self._first
+        return isinstance(one, RankExecutor) and one.may_differ_in_captures and self.ranges.budget > 0
 
     def _with_note(self, choice: Choice) -> Choice:
         """Return a choice, with a note if captures run another candidate."""
         taken, captured = choice.taken, choice.captured
-        differs = isinstance(self._first, RankExecutor) and self._first.may_differ_in_captures and self.ranges.budget
-        if taken == captured or not differs:
+        if taken == captured or not self._may_differ:
             return choice
         replays = {timing.candidate: timing.graph for timing in choice.timings}
         times = f"a replay takes {replays[captured]:.0f} us, and one of '{taken}' {replays[taken]:.0f} us"
         return replace(choice, notes=(*choice.notes, f"in CUDA graphs that you capture, '{captured}' runs: {times}"))
 
 
-def _capturing(
+def _decided(
     ranged: Callable[[], RangedExecutor | None], candidate: Candidate, sizes: Mapping[str, int]
-) -> Executor | None:
-    """Return the result of `RangedExecutor.capturing`; None if that executor is gone."""
+) -> tuple[Executor, str] | None:
+    """Return the result of `RangedExecutor.decided`; None if that executor is gone."""
     it = ranged()
-    return None if it is None else it.capturing(candidate, sizes)
+    return None if it is None else it.decided(candidate, sizes)
 
 
 def _with_shape_of(x: Any, value: Value) -> Any:

@@ -14,9 +14,11 @@ busy for half a millisecond, and then the ranks meet on it. So the time of a run
 host issues the run within that time. A call can be faster than its replay, or slower, by some 10 us: the time of a
 candidate is the shorter of the two. The time in which the host issues a call is measured, too. The cost of a candidate
 is the time of the device; if the host takes longer, a part of the difference is added. This lies between the cost of
-replays, for which the host hardly counts, and the cost of calls for which the device must wait. If the costs of two
-candidates are nearly equal, the time of replays counts once more: the caller may capture later calls. If the fusion was
-compiled for calls in graphs, only replays are timed and count, and a candidate that cannot be captured is left out.
+replays, for which the host hardly counts, and the cost of calls for which the device must wait. If the executor itself
+can replay the caller's calls, the time of a replay counts if it is shorter than this sum, and otherwise the executor
+makes no replays: see `Choice.plain`. If the costs of two candidates are nearly equal, the time of replays counts once
+more: the caller may capture later calls. If the fusion was compiled for calls in graphs, only replays are timed and
+count, and a candidate that cannot be captured is left out.
 Calls that the caller captures may run another candidate: see `Choice.captured`.
 
 Calls that are started asynchronously run the candidate that is the fastest in the trial. Their time is not measured,
@@ -62,6 +64,7 @@ ISSUED = 7  # calls on CUDA for which the time of the host is measured, if the t
 HOST = 0.25  # the part of the time that counts if the host takes longer than the device; callers may capture calls
 SHORT = 500.0  # microseconds; for runs that take longer, it does not matter whether they are replays or calls
 QUEUED = 3  # rounds of a duel that the host may be ahead: if the device's queue were full, the host would wait for it
+BEING_TIMED = "its calls are being timed"  # the reason why they are not replayed
 LEAST = 0.01  # microseconds; the smallest difference of times in the cache
 REPLAY, CALL = "replay", "call"  # ways to run a candidate
 COMPILING = 20.0  # seconds that all trials of a fusion together may take to plan and compile challengers
@@ -106,6 +109,7 @@ class Trial:
         self.inputs: Sequence[Any] = ()  # the inputs of the calls in the trial
         self.host: dict[Candidate, float] = {}  # the host's time for a call on the slowest rank, in microseconds
         self.uncaptured: set[Candidate] = set()  # candidates that cannot be captured: their calls are timed
+        self.replaying: set[Candidate] = set()  # candidates whose executors can replay the caller's calls
 
     def run(self, inputs: Sequence[Any], out: Any) -> None:
         """Try the candidates with the tensors of a call. All ranks call this, in the same call.
@@ -249,9 +253,13 @@ class Trial:
             self.runs[candidate] = {REPLAY: replay, CALL: call} if self.short else {REPLAY: replay}
 
         results[:] = executor(*inputs, out=out)
+        executor.issue_plainly(BEING_TIMED)
         for _ in range(WARM[self.device] - 1):
             call()
         executor.synchronize()
+        self.replaying.discard(candidate)
+        if out is not None and executor.graph_refusal == BEING_TIMED:
+            self.replaying.add(candidate)
         self.host[candidate] = 0.0
         if self.device == "cuda" and not self.in_graphs:
             self.host[candidate] = statistics.median(_timed(call) for _ in range(ISSUED))
@@ -292,7 +300,8 @@ class Trial:
         self.host |= {candidate: statistics.median(us) for candidate, us in issuing.items() if us}
         times = [us if isfinite(us := lap.us()) else None for *_, lap in laps]
         host = [self.host[candidate] for candidate in candidates]
-        answers = self._exchange([times, host, time.monotonic() - began])
+        replaying = [candidate in self.replaying for candidate in candidates]
+        answers = self._exchange([times, host, replaying, time.monotonic() - began])
         slowest: dict[Candidate, dict[str, list[float]]] = {
             each: {way: [] for way in self.runs[each]} for each in candidates
         }
@@ -300,7 +309,9 @@ class Trial:
             known = [us for by_rank, *_ in answers if (us := by_rank[i]) is not None]
             slowest[candidate][way] += [max(known)] if known else []
         for i, candidate in enumerate(candidates):
-            self.host[candidate] = max(by_rank[i] for _, by_rank, _ in answers)
+            self.host[candidate] = max(by_rank[i] for _, by_rank, *_ in answers)
+            if not all(by_rank[i] for _, _, by_rank, _ in answers):  # the ranks must find the same winner
+                self.replaying.discard(candidate)
         self.seconds += max(seconds for *_, seconds in answers)
         return {each: [statistics.median(us or [nan]) for us in by_way.values()] for each, by_way in slowest.items()}
 
@@ -318,6 +329,8 @@ class Trial:
         for candidate in (champion, challenger):
             host = 0.0 if self.in_graphs else self.host[candidate]
             times[candidate] = fastest[candidate] + HOST * max(host - fastest[candidate], 0.0)
+            if candidate in self.replaying:
+                times[candidate] = min(times[candidate], replays[candidate])
         ratio = times[challenger] / times[champion]
         if abs(ratio - 1) <= NEAR:
             ratio *= replays[challenger] / replays[champion]

@@ -29,7 +29,7 @@ class FakeRank(Executor):
     """An executor that only says that it is one of a rank on CUDA."""
 
     session = None
-    for_captures: Any = None
+    decided: Any = None
     may_differ_in_captures = True
 
     def __init__(self, program: Program, kernels: str) -> None:
@@ -62,8 +62,9 @@ def few(monkeypatch: pytest.MonkeyPatch) -> Iterator[RangedExecutor]:
 def captured(executor: RangedExecutor, sizes: Mapping[str, int] = FEW) -> Candidate | None:
     """Return the candidate that captures of calls with these sizes run, if plain calls run `push`."""
     its: Any = executor.executors[PUSH]
-    its = its.for_captures(sizes)
-    return next((candidate for candidate, each in executor.executors.items() if each is its), None)
+    if (decision := its.decided(sizes)) is None:
+        return None
+    return next(candidate for candidate, each in executor.executors.items() if each is decision[0])
 
 
 def test_captures_run_the_candidate_that_replays_fastest(few: RangedExecutor) -> None:
@@ -71,7 +72,7 @@ def test_captures_run_the_candidate_that_replays_fastest(few: RangedExecutor) ->
     assert captured(few, {"M": 80}) == PLAIN, "another size of the range"
     assert captured(few, MANY) == PUSH, "these replays were not measured"
     plain: Any = few.executors[PLAIN]
-    assert plain.for_captures(FEW) is plain
+    assert plain.decided(FEW) == (plain, "")
 
 
 def test_nothing_is_known_before_the_first_call_of_a_range(few: RangedExecutor) -> None:
@@ -102,7 +103,7 @@ def test_captures_run_no_candidate_that_sends_messages(few: RangedExecutor, monk
 def test_a_candidate_that_is_not_chosen_for_these_sizes_is_not_replaced(few: RangedExecutor) -> None:
     other = next(c for c in few.ranges.decider.candidates.programs if c not in (PUSH, PLAIN))
     its: Any = few._executor(other)
-    assert its.for_captures(FEW) is its
+    assert its.decided(FEW) == (its, "")
 
 
 def test_the_sizes_of_a_call_count_if_they_differ_from_given_sizes(few: RangedExecutor) -> None:
@@ -118,9 +119,17 @@ def test_executors_that_run_one_program_in_all_calls_are_left_as_they_are(
     few: RangedExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FakeRank, "may_differ_in_captures", False)
-    few.executors.clear()
-    assert few._executor(PUSH).for_captures is None  # type: ignore[attr-defined]
+    assert captured(few) == PUSH
     assert few.called[0].notes == ()
+
+
+def test_calls_are_not_replayed_if_plain_calls_are_faster(few: RangedExecutor) -> None:
+    push: Any = few.executors[PUSH]
+    reason = "a replay took 50 us in a trial, and a plain call 10 us"
+    assert push.decided(FEW) == (few.executors[PLAIN], reason)
+    assert push.decided(MANY) == (push, ""), "nothing was measured"
+    few.ranges.budget = 0.0
+    assert push.decided(FEW) == (push, reason)
 
 
 def test_a_note_tells_which_candidate_captures_run(few: RangedExecutor) -> None:
@@ -135,10 +144,10 @@ def test_a_note_tells_which_candidate_captures_run(few: RangedExecutor) -> None:
 def test_an_executor_does_not_keep_the_executor_of_its_fusion_alive(few: RangedExecutor) -> None:
     """The garbage collector would destroy CUDA graphs, also during a capture."""
     one: Any = RangedExecutor(few.ranges, 0, FakeRank)
-    instead, held = one._executor(PUSH).for_captures, weakref.ref(one)
+    decided, held = one._executor(PUSH).decided, weakref.ref(one)
     del one
     assert held() is None
-    assert instead(FEW) is None
+    assert decided(FEW) is None
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -46,6 +46,13 @@ def test_the_host_does_not_count_for_calls_in_graphs() -> None:
     assert not won([*reversed(times)], host, uncaptured=[CHAMPION])
 
 
+def test_the_host_hardly_counts_if_the_executor_replays_the_callers_calls() -> None:
+    times, host = [(25.0, 24.0), (23.0, 20.0)], (30.0, 70.0)
+    assert not won(times, host), "costs of 25.5 and 32.5 us"
+    assert won(times, host, replaying=[CHAMPION, CHALLENGER]), "25 and 23"
+    assert not won([(25.0, 24.0), (33.0, 20.0)], (30.0, 50.0), replaying=[CHALLENGER]), "25.5 and 27.5: plain calls"
+
+
 @pytest.mark.parametrize(
     ("champion", "challenger", "wins"),
     [
@@ -67,6 +74,7 @@ def won(
     *,
     in_graphs: bool = False,
     uncaptured: Sequence[Candidate] = (),
+    replaying: Sequence[Candidate] = (),
 ) -> bool:
     """Return True if the challenger wins, with these times of the champion and of the challenger."""
     trial = object.__new__(Trial)
@@ -76,6 +84,7 @@ def won(
         in_graphs,
         {*uncaptured},
     )
+    trial.replaying = {*replaying}
     trial.host = dict(zip((CHAMPION, CHALLENGER), host, strict=True))
     trial._compare(CHAMPION, CHALLENGER, dict(zip((CHAMPION, CHALLENGER), device, strict=True)))
     return trial.progress.best == CHALLENGER
@@ -111,10 +120,11 @@ def test_a_duel_measures_replays_and_calls_and_the_host_in_calls(monkeypatch: py
     executor = SimpleNamespace(synchronize=lambda: issued.append(len(order)))
     trial.execute = lambda candidate: executor  # type: ignore[assignment, return-value]
     other: list[float] = [7.0, 45.0]  # the other rank's host times
+    trial.replaying = {CHAMPION, CHALLENGER}
 
     def exchanged(self: Trial, mine: Any) -> list[Any]:
-        times, _, seconds = mine
-        return [mine, [times, other, seconds + 1]]
+        times, *_, seconds = mine
+        return [mine, [times, other, [True, False], seconds + 1]]
 
     monkeypatch.setattr(Trial, "_exchange", exchanged)
     medians = trial._duel(CHAMPION, CHALLENGER)
@@ -127,6 +137,7 @@ def test_a_duel_measures_replays_and_calls_and_the_host_in_calls(monkeypatch: py
     assert len(order) == 4 * trials.ROUNDS["cuda"] == issued[-1]
     assert max(b - a for a, b in pairwise([0, *issued])) <= 4 * trials.QUEUED
     assert trial.seconds >= 1, "that of the slowest rank"
+    assert trial.replaying == {CHAMPION}, "all ranks must find the same winner"
     other[:] = [70.0, 45.0]
     trial._duel(CHAMPION, CHALLENGER)
     assert trial.host == pytest.approx({CHAMPION: 70.0, CHALLENGER: 50.0})
@@ -153,7 +164,7 @@ def test_short_calls_are_timed_besides_their_replays_unless_the_caller_captures_
     estimate: float, calls: str, captured: bool, ways: Sequence[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Executor:
-        count = 0
+        count, graph_refusal = 0, None
         machine, session, calls = "cuda", None, None
 
         def __call__(self, *inputs: object, out: object = None) -> list[str]:
@@ -167,6 +178,9 @@ def test_short_calls_are_timed_besides_their_replays_unless_the_caller_captures_
 
         def synchronize(self) -> None: ...
 
+        def issue_plainly(self, reason: str) -> None:
+            self.graph_refusal = reason if captured else "NCCL"
+
     executor, chosen = Executor(), SimpleNamespace(calls=calls)
     ranges: Any = SimpleNamespace(choice=lambda sizes: None, budget=1.0, decider=chosen)
     trial = Trial("trial", [Timing(CHAMPION, estimate)], ranges, {}, lambda candidate: executor)  # type: ignore[arg-type, return-value]
@@ -178,9 +192,13 @@ def test_short_calls_are_timed_besides_their_replays_unless_the_caller_captures_
     before = executor.count
     trial.runs[CHAMPION][ways[-1]]()
     assert executor.count - before == (ways[-1] == trials.CALL)
+    assert not trial.replaying, "calls without out= are not replayed"
+    trial._begin(CHAMPION, [], [])
+    assert trial.replaying == ({CHAMPION} if captured else set())
     captured = True
     trial._begin(CHAMPION, [], None)
     assert not trial.uncaptured, "a later capture may succeed"
+    assert not trial.replaying
 
 
 @pytest.mark.parametrize(("ways", "reason"), [(1, ""), (2, "not tried: HOSTIR_TUNE allows trials 0.005 s")])

@@ -132,10 +132,12 @@ class CudaPlan:
     Fields:
         for_captures: the plan that captures by the caller issue, or the reason why there is none; None if captures
             issue this plan.
-        settled: True if `for_captures` does not change any more.
+        plain: a reason why the executor captures no run of the plan: plain calls are faster, or are being timed.
+        settled: True if `for_captures` and `plain` do not change any more.
     """
 
     for_captures: CudaPlan | HostIRError | None = None
+    plain = ""
     settled = False
 
     def __init__(
@@ -247,10 +249,10 @@ class CudaPlan:
         A replay of a graph begins a few microseconds later on the device than a kernel that is launched. If a run has
         few driver calls, the replay does not save this time on the host either.
         """
-        if self.uniform_only or self.tapes is None or (latest := self.tapes.latest) is None:
-            return self.uniform_only
-        few = 0 < latest.issued <= FEW
-        return f"its {latest.issued} driver calls are issued as fast as a graph" if few else ""
+        latest = self.tapes.latest if self.tapes is not None else None
+        if not self.uniform_only and latest is not None and 0 < latest.issued <= FEW:
+            return f"its {latest.issued} driver calls are issued as fast as a graph"
+        return self.uniform_only or self.plain
 
     def run(
         self,

@@ -380,7 +380,7 @@ class Captured:
             plan=None, replaced=False, disturbed=False, observe=lambda *x: self.watched.append(x)
         )
         self.executor.watchdog = dog
-        self.executor.for_captures = lambda sizes: self.other
+        self.executor.decided = lambda sizes: (self.other, "")
 
     def plan(self, unrolled: UnrolledProgram, kind: object, inputs: object) -> CudaPlan:
         assert (unrolled, kind) == (self.ring.unrolled, None)
@@ -446,17 +446,28 @@ def test_places_also_give_the_plan_for_captures(captured: Captured, monkeypatch:
 
 def test_captures_issue_the_plan_of_plain_calls_if_they_run_the_same_program(captured: Captured) -> None:
     asked: list[object] = []
-    for captured.executor.for_captures in (None, lambda sizes: None):
+    for captured.executor.decided in (None, lambda sizes: None):
         captured.bind()
         assert not captured.push.settled, "it may become known"
-    captured.executor.for_captures = lambda sizes: asked.append(sizes) or captured.executor
+    captured.executor.decided = lambda sizes: asked.append(sizes) or (captured.executor, "slow replays")
     for _ in range(3):
         captured.bind()
         assert captured.push.for_captures is None
     assert len(asked) == 1, "the answer is remembered"
+    assert captured.push.eager_only == "slow replays"
     captured.issue(capturing=True)
     assert captured.ran == [("push", True)]
     assert not captured.log
+
+
+def test_calls_are_not_replayed_while_they_are_timed(captured: Captured) -> None:
+    captured.bind()
+    assert captured.executor._graphs is None, "the test's executor makes no graphs"
+    assert captured.push.eager_only == ""
+    captured.executor.issue_plainly("they are timed")
+    assert captured.push.eager_only == "they are timed"
+    captured.push.uniform_only = "NCCL"
+    assert captured.push.eager_only == "NCCL", "the reason that always holds comes first"
 
 
 def test_a_plan_for_captures_is_not_made_in_a_capture(captured: Captured) -> None:
