@@ -20,7 +20,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -80,6 +80,7 @@ class Candidate:
         choice: the text of the candidate that `hi.compile` has chosen, if a plain call of its executor with `out=` runs
             in this mode; else empty.
         estimate: the candidate that `hi.compile` would choose by its estimate alone, if `choice` is not empty.
+        tried: the times of the trial, by candidate: of a call, and of a replay or None, if `choice` is not empty.
         executor: the executor of hostir that it calls, if there is a single one.
     """
 
@@ -89,6 +90,7 @@ class Candidate:
     call: Callable[[], torch.Tensor]
     choice: str = ""
     estimate: str = ""
+    tried: Mapping[str, tuple[float, float | None]] = field(default_factory=dict, hash=False)
     executor: hi.Executor | None = None
 
     def __str__(self) -> str:
@@ -293,10 +295,11 @@ def compiled(subject: Subject, mode: str) -> Candidate:
     inputs, out = subject.inputs(1), subject.out(1)
     executor, estimate = settled(subject.fusion(1), mode, lambda executor: executor(*inputs, out=out))
     candidate = with_out(COMPILED, executor, inputs, out, mode)
-    replays_itself = subject.on_gpu and not replayed_by_caller(executor)
+    replays_itself = subject.on_gpu and not replayed_by_caller(executor) and not executor.choice.plain
     if (mode == GRAPH) != replays_itself:
         return candidate
-    return replace(candidate, choice=name_of(executor.choice), estimate=estimate)
+    tried = {str(timing.candidate): (timing.us, timing.graph) for timing in executor.choice.timings}
+    return replace(candidate, choice=name_of(executor.choice), estimate=estimate, tried=tried)
 
 
 def captured(subject: Subject) -> Candidate:
@@ -537,7 +540,8 @@ class Bench:
         """Return the entry for the choice of `hi.compile` in a row's result; {} if `hi.compile` was not measured."""
         for c in candidates:
             if c.choice:
-                return {"compiled": {"mode": c.mode, "choice": c.choice, "estimate": c.estimate}}
+                entry = {"mode": c.mode, "choice": c.choice, "estimate": c.estimate, "tried": c.tried}
+                return {"compiled": entry}
         if any(name.startswith(COMPILED) for name in self.failed):  # no other candidate may take its place
             return {"compiled": {"mode": self.modes[-1], "choice": "failed"}}
         return {}

@@ -119,6 +119,7 @@ def test_a_full_run_of_matmul_reduce_scatter(folder: Path) -> None:
         assert {BY_HAND, COMPILED, "sequential", "pipeline"} <= right(row)
         assert took_part(row) == {BY_HAND, TORCH, COMPILED, *STRATEGIES, "torch"}
         assert row["compiled"]["mode"] == "eager"
+        assert all(us > 0 for us, _ in row["compiled"]["tried"].values())
         assert row["best_ours"] == f"{COMPILED}, eager"
         assert row["floor_us"] == max(row["gemm_us"], row["nccl_us"])
         assert (row["torch_us"], row["must"]) == (None, None)
