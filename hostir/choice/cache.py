@@ -27,7 +27,7 @@ from hostir.knobs import CACHE
 if TYPE_CHECKING:
     from hostir.choice.platforms import Platform
 
-FORMAT = 3
+FORMAT = 4
 T = TypeVar("T")
 
 
@@ -46,6 +46,7 @@ class Entry:
         out: the time of a call with `out=`.
         graph: the time in a replay of a CUDA graph that the caller captured.
         replays: False if measuring has shown that the program cannot be captured.
+        plain: True if a trial has shown that a call with `out=` is faster if the executor replays no graph for it.
     """
 
     digest: str
@@ -54,6 +55,7 @@ class Entry:
     failure: str = ""
     out: float | None = None
     replays: bool = True
+    plain: bool = False
 
     @staticmethod
     def measured(program: Program, eager: float | None, graph: float | None = None, failure: str = "") -> Entry:
@@ -62,18 +64,19 @@ class Entry:
         return Entry(program.digest, eager, graph, failure, out, replays=graph is not None)
 
     @staticmethod
-    def of(digest: str, calls: str, us: float, graph: float | None = None) -> Entry:
+    def of(digest: str, calls: str, us: float, graph: float | None = None, plain: bool = False) -> Entry:
         """Return the measurement of a trial.
 
         Args:
             digest: the digest of the host program.
             calls: how the calls were made that took `us` microseconds: `eager`, `out` or `graph`.
             graph: the time in a replay of a CUDA graph; None if it was not measured.
+            plain: the field of the result.
         """
         us, graph = round(us, 2), None if graph is None else round(graph, 2)
         if calls == "graph":
             return Entry(digest, graph=us)
-        return Entry(digest, graph=graph, out=us) if calls == "out" else Entry(digest, us, graph)
+        return Entry(digest, graph=graph, out=us, plain=plain) if calls == "out" else Entry(digest, us, graph)
 
     def refusal(self, calls: str) -> str:
         """Return the reason not to choose the candidate for calls as in `time`; empty if there is none."""
@@ -94,7 +97,7 @@ class Entry:
             return later
         times = {name: getattr(later, name) or getattr(self, name) for name in ("eager", "graph", "out")}
         replays = later.replays and (self.replays or later.graph is not None)  # a later capture may succeed
-        return replace(later, **times, replays=replays)
+        return replace(later, **times, replays=replays, plain=(self if later.out is None else later).plain)
 
 
 Entries = Mapping[Candidate, Entry]
@@ -192,7 +195,8 @@ def _entry(data: Mapping[str, Any]) -> Entry:
     times = {name: _time(data[name]) for name in ("eager", "graph", "out")}
     if not any(times.values()) and not data["failure"]:
         raise ValueError(data)
-    return Entry(str(data["digest"]), failure=str(data["failure"]), replays=bool(data["replays"]), **times)
+    replays, plain = bool(data["replays"]), bool(data["plain"])
+    return Entry(str(data["digest"]), failure=str(data["failure"]), replays=replays, plain=plain, **times)
 
 
 def _time(value: Any) -> float | None:

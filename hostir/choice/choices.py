@@ -12,7 +12,6 @@ from hostir.lower.strategies import ACROSS_HOSTS
 MEASURED, ESTIMATED, ASKED_FOR, FALLBACK = "measured", "estimated", "asked for", "fallback"
 BEING_MEASURED = "being measured"  # with the number of candidates that were tried so far
 NO_CAPTURE = "it cannot be captured in a CUDA graph"  # the reason why a candidate is left out of calls in graphs
-SLOWER = 0.05  # calls are not replayed if a replay takes more time than a plain call by at least this share
 WORTH = 0.02  # captures run another candidate if its replay takes less time by at least this share
 
 
@@ -41,10 +40,11 @@ class Timing:
     """The time of one call of a candidate, in microseconds, and the symmetric memory that the candidate uses.
 
     Fields:
-        us: the time by which candidates are ranked. It is `eager` or `graph`; see `ranked_by`.
+        us: the time by which candidates are ranked. It is `eager` or `graph` (see `ranked_by`), or comes from a trial.
         eager: the time of a call that issues every statement anew.
         graph: the time of a replay of a CUDA graph; None if the candidate cannot be replayed.
         symmetric: the number of bytes of symmetric memory on a rank.
+        plain: True if a call with `out=` is faster if the executor replays no graph for it.
     """
 
     candidate: Candidate
@@ -52,6 +52,7 @@ class Timing:
     eager: float | None = None
     graph: float | None = None
     symmetric: int = 0
+    plain: bool = False
 
 
 def ranked_by(calls: str, eager: float | None, graph: float | None, *, captured_by_caller: bool) -> float | None:
@@ -78,6 +79,7 @@ class TrialState:
         best: the best candidate so far.
         times: the times of the candidates tried so far, in microseconds.
         replays: the times of replays of a CUDA graph of each candidate, in microseconds.
+        plain: the candidates whose calls are faster if their executors replay no graphs.
         refused: the reasons why candidates were not tried.
         tried, rivals: the number of candidates that were tried so far, and the number of all candidates.
         done: True once the trial has ended.
@@ -88,6 +90,7 @@ class TrialState:
     best: Candidate
     times: dict[Candidate, float] = field(default_factory=dict)
     replays: dict[Candidate, float] = field(default_factory=dict)
+    plain: set[Candidate] = field(default_factory=set)
     refused: dict[Candidate, str] = field(default_factory=dict)
     tried: int = 1
     rivals: int = 1
@@ -176,15 +179,9 @@ class Choice:
 
     @property
     def plain(self) -> str:
-        """The reason why the executor should replay no graph for calls with `out=`; empty if it may.
-
-        A trial times plain calls and replays. The time of a candidate is the shorter one, and contains a part of the
-        host's time if that is longer. If it is shorter than a replay by at least 5 %, plain calls are faster.
-        """
-        timing = next((timing for timing in self.timings if timing.candidate == self.taken), None)
-        if self.source != MEASURED or timing is None or timing.graph is None or timing.us > timing.graph * (1 - SLOWER):
-            return ""
-        return f"a replay took {timing.graph:.0f} us in a trial, and a plain call {timing.us:.0f} us"
+        """The reason why the executor should replay no graph for calls with `out=`; empty if it may."""
+        plain = any(timing.plain for timing in self.timings if timing.candidate == self.taken)
+        return "a trial has shown that plain calls are faster" if plain and self.source == MEASURED else ""
 
     @property
     def status(self) -> str:

@@ -68,8 +68,8 @@ def choose(
         machine: `local`, `gloo` or `cuda`, as in `Executor`.
         group: the ranks that run the fusion, as in `Executor`.
         calls: how the caller will make calls on CUDA. Candidates are compared by their times when they are called in
-            this way. `out`: the caller passes `out=`, so the executor replays programs without collectives from a CUDA
-            graph. `eager`: the caller does not pass `out=`. `graph`: the caller captures the calls in a CUDA graph.
+            this way. `out`: the caller passes `out=`, so the executor may replay programs without collectives from a
+            CUDA graph. `eager`: the caller does not pass `out=`. `graph`: the caller captures the calls in a graph.
         symmetric_limit: the maximum number of bytes of symmetric memory on a rank. By default the knob
             HOSTIR_SYMMETRIC_LIMIT decides.
         warn: True if rank 0 warns of strategies and overlaps that are not possible here. Pass False to report them in
@@ -302,7 +302,8 @@ class Decider:
             elif refusal := _too_large(symmetric := symmetric_bytes(program, sizes), self.limit):
                 impossible.append(Impossible(candidate, refusal, warn=True))
             else:
-                timings.append(Timing(candidate, us, entry.eager, entry.graph, symmetric))
+                plain = entry.plain and calls == "out"
+                timings.append(Timing(candidate, us, entry.eager, entry.graph, symmetric, plain))
         return tuple(timings), tuple(impossible)
 
     def _fastest(

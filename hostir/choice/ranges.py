@@ -153,9 +153,9 @@ class Ranges:
             progress: the state of the trial.
         """
         timings = [
-            replace(timing, us=round(us, 1), eager=None, graph=progress.replays.get(timing.candidate))
+            replace(timing, us=round(us, 1), eager=None, graph=progress.replays.get(it), plain=it in progress.plain)
             for timing in estimates
-            if (us := progress.times.get(timing.candidate)) is not None
+            if (us := progress.times.get(it := timing.candidate)) is not None
         ]
         refused = [Impossible(candidate, reason) for candidate, reason in progress.refused.items()]
         if not progress.done:
@@ -181,9 +181,10 @@ class Ranges:
 
     def _keep(self, sizes: Mapping[str, int], progress: TrialState) -> None:
         """Write the measurements of a trial to the cache. Warn once if that is not possible."""
+        calls, replays, plain = self.decider.calls, progress.replays, progress.plain
         entries = {
-            candidate: Entry.of(self.program(candidate).digest, self.decider.calls, us, progress.replays.get(candidate))
-            for candidate, us in progress.times.items()
+            it: Entry.of(self.program(it).digest, calls, us, replays.get(it), it in plain)
+            for it, us in progress.times.items()
         }
         try:
             if entries:

@@ -15,10 +15,10 @@ host issues the run within that time. A call can be faster than its replay, or s
 candidate is the shorter of the two. The time in which the host issues a call is measured, too. The cost of a candidate
 is the time of the device; if the host takes longer, a part of the difference is added. This lies between the cost of
 replays, for which the host hardly counts, and the cost of calls for which the device must wait. If the executor itself
-can replay the caller's calls, the time of a replay counts if it is shorter than this sum, and otherwise the executor
-makes no replays: see `Choice.plain`. If the costs of two candidates are nearly equal, the time of replays counts once
-more: the caller may capture later calls. If the fusion was compiled for calls in graphs, only replays are timed and
-count, and a candidate that cannot be captured is left out.
+can replay the caller's calls, the time of a replay counts. But if a call takes at least 5 % less, on the device and on
+the host, the longer of these two times counts, and the executor replays no graphs: see `Choice.plain`. If the costs of
+two candidates are nearly equal, the time of replays counts once more: the caller may capture later calls. If the fusion
+was compiled for calls in graphs, only replays are timed and count, and a candidate that cannot be captured is left out.
 Calls that the caller captures may run another candidate: see `Choice.captured`.
 
 Calls that are started asynchronously run the candidate that is the fastest in the trial. Their time is not measured,
@@ -65,6 +65,7 @@ HOST = 0.25  # the part of the time that counts if the host takes longer than th
 SHORT = 500.0  # microseconds; for runs that take longer, it does not matter whether they are replays or calls
 QUEUED = 3  # rounds of a duel that the host may be ahead: if the device's queue were full, the host would wait for it
 BEING_TIMED = "its calls are being timed"  # the reason why they are not replayed
+SLOWER = 0.05  # calls are replayed unless a plain call takes less time, on the host and on the device, by this share
 LEAST = 0.01  # microseconds; the smallest difference of times in the cache
 REPLAY, CALL = "replay", "call"  # ways to run a candidate
 COMPILING = 20.0  # seconds that all trials of a fusion together may take to plan and compile challengers
@@ -266,6 +267,7 @@ class Trial:
             executor.synchronize()
         if self.device == "cpu" or self._attempted(record)[0]:
             self.uncaptured.add(candidate)
+            self.replaying.discard(candidate)
             self.runs[candidate] = {CALL: call}
 
     def _compared(self, challenger: Candidate) -> str:
@@ -330,7 +332,10 @@ class Trial:
             host = 0.0 if self.in_graphs else self.host[candidate]
             times[candidate] = fastest[candidate] + HOST * max(host - fastest[candidate], 0.0)
             if candidate in self.replaying:
-                times[candidate] = min(times[candidate], replays[candidate])
+                replay, *call = medians[candidate]
+                plain = bool(call) and max(*call, host) <= replay * (1 - SLOWER)
+                (self.progress.plain.add if plain else self.progress.plain.discard)(candidate)
+                times[candidate] = max(fastest[candidate], host) if plain else replays[candidate]
         ratio = times[challenger] / times[champion]
         if abs(ratio - 1) <= NEAR:
             ratio *= replays[challenger] / replays[champion]
@@ -441,7 +446,8 @@ class Trial:
         if (job := self._shared_session) is None:
             return
         times, replays = self.progress.times, self.progress.replays
-        results = [[astuple(candidate), us, replays.get(candidate)] for candidate, us in times.items()]
+        plain = self.progress.plain
+        results = [[astuple(it), us, replays.get(it), it in plain] for it, us in times.items()]
         with job.asking(self._place):
             job.first_store.set(self._place, json.dumps([astuple(self.progress.best), results]))
 
@@ -454,9 +460,11 @@ class Trial:
                 return False
             best, results = json.loads(job.first_store.get(self._place))
         self.progress.best = Candidate(*best)
-        for candidate, us, replay in results:
-            self.progress.times[Candidate(*candidate)] = us
-            self.progress.replays |= {} if replay is None else {Candidate(*candidate): replay}
+        for fields, us, replay, plain in results:
+            candidate = Candidate(*fields)
+            self.progress.times[candidate] = us
+            self.progress.replays |= {} if replay is None else {candidate: replay}
+            self.progress.plain |= {candidate} if plain else set()
         return True
 
     def _forget_result(self) -> None:
@@ -472,8 +480,8 @@ class Trial:
     def _finish_times(self) -> None:
         """Make the times ready for the cache, and remove those that are no times of replays.
 
-        The next process takes the candidate with the shortest time. So the winner gets a shorter time than the others:
-        its own may be a little longer, if its replays decided a duel, or if the host was slower in a later duel. The
+        The next process takes the candidate with the shortest time. So the others get at least the time of the winner:
+        theirs may be a little shorter, if its replays decided a duel, or if the host was slower in a later duel. The
         timed runs of candidates that cannot be captured were calls.
         """
         progress = self.progress
@@ -482,9 +490,9 @@ class Trial:
             if self.in_graphs:
                 progress.times.pop(candidate, None)
                 progress.refused.setdefault(candidate, NO_CAPTURE)
-        others = [us for candidate, us in progress.times.items() if candidate != progress.best]
-        if others and progress.best in progress.times:
-            progress.times[progress.best] = min(progress.times[progress.best], min(others) - LEAST)
+        if (shortest := progress.times.get(progress.best)) is not None:
+            for candidate in progress.times.keys() - {progress.best}:
+                progress.times[candidate] = max(progress.times[candidate], shortest + LEAST)
 
     def _conclude(self) -> None:
         """End the trial: its winner is the choice for the range."""

@@ -161,3 +161,8 @@ def test_a_trial_of_calls_in_graphs_measures_replays() -> None:
     )
     assert both.merged(Entry.of("d", "eager", 31.0)).time("graph") == 12.35
     assert Entry("d", 30.0, replays=False).merged(Entry.of("d", "eager", 31.0)).time("graph") is None
+    plain = Entry.of("d", "out", 20.0, 25.0, plain=True)
+    assert plain.plain
+    assert Entry.of("d", "out", 20.0).merged(plain).plain
+    assert plain.merged(Entry.of("d", "graph", 25.0)).plain, "it belongs to the time with out="
+    assert not plain.merged(Entry.of("d", "out", 19.0, 19.0)).plain

@@ -69,7 +69,7 @@ def test_the_calibration_of_rank_0_counts_and_other_devices_have_their_own() -> 
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{}", "[1]", '{"format": 3, "key": {"calibration": "NVIDIA B200"}, "times": {"memory": -1}}']
+    "text", ["", "{}", "[1]", '{"format": 4, "key": {"calibration": "NVIDIA B200"}, "times": {"memory": -1}}']
 )
 def test_a_damaged_file_is_ignored_with_a_warning(text: str) -> None:
     path = calibration.write(NEW, {"memory": 5.0}, 2)

@@ -119,13 +119,19 @@ def test_executors_that_run_one_program_in_all_calls_are_left_as_they_are(
     few: RangedExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FakeRank, "may_differ_in_captures", False)
-    assert captured(few) == PUSH
+    few.executors.clear()
+    few._executor(PUSH)
+    assert captured(few) == PUSH, "also such an executor asks"
     assert few.called[0].notes == ()
 
 
 def test_calls_are_not_replayed_if_plain_calls_are_faster(few: RangedExecutor) -> None:
     push: Any = few.executors[PUSH]
-    reason = "a replay took 50 us in a trial, and a plain call 10 us"
+    assert push.decided(FEW) == (few.executors[PLAIN], "")
+    for name, choice in few.ranges.choices.items():
+        timings = [replace(timing, plain=timing.candidate == PUSH) for timing in choice.timings]
+        few.ranges.choices[name] = replace(choice, timings=tuple(timings))
+    reason = "a trial has shown that plain calls are faster"
     assert push.decided(FEW) == (few.executors[PLAIN], reason)
     assert push.decided(MANY) == (push, ""), "nothing was measured"
     few.ranges.budget = 0.0

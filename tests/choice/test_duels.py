@@ -46,11 +46,30 @@ def test_the_host_does_not_count_for_calls_in_graphs() -> None:
     assert not won([*reversed(times)], host, uncaptured=[CHAMPION])
 
 
-def test_the_host_hardly_counts_if_the_executor_replays_the_callers_calls() -> None:
+def test_a_replay_counts_unless_the_host_and_the_device_take_less_for_a_call() -> None:
+    both = [CHAMPION, CHALLENGER]
     times, host = [(25.0, 24.0), (23.0, 20.0)], (30.0, 70.0)
     assert not won(times, host), "costs of 25.5 and 32.5 us"
-    assert won(times, host, replaying=[CHAMPION, CHALLENGER]), "25 and 23"
-    assert not won([(25.0, 24.0), (33.0, 20.0)], (30.0, 50.0), replaying=[CHALLENGER]), "25.5 and 27.5: plain calls"
+    assert won(times, host, replaying=both), "replays of 25 and 23"
+    assert won([(25.0, 24.0), (33.0, 20.0)], (30.0, 20.0), replaying=both), "a replay of 25, a call of 20"
+    assert not won([(25.0, 24.0), (33.0, 20.0)], (30.0, 28.0), replaying=both), "its host takes 28"
+    assert not won([(25.0, 24.0), (33.0, 20.0)], (30.0, 32.0), replaying=both), "and 32: it is replayed"
+    assert not won([(25.0,), (33.0,)], (30.0, 20.0), replaying=both), "its calls were not timed"
+
+
+@pytest.mark.parametrize(
+    ("call", "host", "plain"), [(37.0, 10.0, True), (39.0, 10.0, False), (20.0, 37.0, True), (20.0, 39.0, False)]
+)
+def test_calls_are_replayed_unless_the_host_and_the_device_take_5_percent_less_without(
+    call: float, host: float, plain: bool
+) -> None:
+    trial = object.__new__(Trial)
+    trial.progress, trial.fastest, trial.in_graphs, trial.uncaptured = TrialState(CHAMPION), {}, False, set()
+    trial.replaying, trial.host = {CHALLENGER}, {CHAMPION: 0.0, CHALLENGER: host}
+    trial.progress.plain.add(CHALLENGER)
+    trial._compare(CHAMPION, CHALLENGER, {CHAMPION: [40.0, 30.0], CHALLENGER: [40.0, call]})
+    assert trial.progress.plain == ({CHALLENGER} if plain else set())
+    assert trial.progress.times[CHALLENGER] == pytest.approx(max(call, host) if plain else 40.0)
 
 
 @pytest.mark.parametrize(
@@ -164,11 +183,12 @@ def test_short_calls_are_timed_besides_their_replays_unless_the_caller_captures_
     estimate: float, calls: str, captured: bool, ways: Sequence[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Executor:
-        count, graph_refusal = 0, None
+        count, graph_refusal, plain = 0, None, ""
         machine, session, calls = "cuda", None, None
 
         def __call__(self, *inputs: object, out: object = None) -> list[str]:
             self.count += 1
+            assert self.plain or self.count == 1, "later calls may be replayed"
             return ["result"]
 
         def record(self, inputs: object, outs: object) -> SimpleNamespace:
@@ -179,9 +199,9 @@ def test_short_calls_are_timed_besides_their_replays_unless_the_caller_captures_
         def synchronize(self) -> None: ...
 
         def issue_plainly(self, reason: str) -> None:
-            self.graph_refusal = reason if captured else "NCCL"
+            self.plain, self.graph_refusal = reason, reason if replays_itself else "NCCL"
 
-    executor, chosen = Executor(), SimpleNamespace(calls=calls)
+    executor, chosen, replays_itself = Executor(), SimpleNamespace(calls=calls), True
     ranges: Any = SimpleNamespace(choice=lambda sizes: None, budget=1.0, decider=chosen)
     trial = Trial("trial", [Timing(CHAMPION, estimate)], ranges, {}, lambda candidate: executor)  # type: ignore[arg-type, return-value]
     monkeypatch.setattr(Trial, "_exchange", lambda self, mine: [mine])
@@ -193,8 +213,9 @@ def test_short_calls_are_timed_besides_their_replays_unless_the_caller_captures_
     trial.runs[CHAMPION][ways[-1]]()
     assert executor.count - before == (ways[-1] == trials.CALL)
     assert not trial.replaying, "calls without out= are not replayed"
-    trial._begin(CHAMPION, [], [])
-    assert trial.replaying == ({CHAMPION} if captured else set())
+    for replays_itself in (False, True):
+        trial._begin(CHAMPION, [], [])
+        assert trial.replaying == ({CHAMPION} if captured and replays_itself else set())
     captured = True
     trial._begin(CHAMPION, [], None)
     assert not trial.uncaptured, "a later capture may succeed"
@@ -237,10 +258,10 @@ def test_the_next_process_takes_the_winner_of_a_trial() -> None:
     trial.progress, trial.uncaptured, trial.in_graphs = TrialState(CHAMPION), set(), False
     trial.progress.times |= {CHAMPION: 20.0, CHALLENGER: 19.5}
     trial._finish_times()
-    assert trial.progress.times == {CHAMPION: 19.49, CHALLENGER: 19.5}
-    trial.progress.times[CHAMPION] = 10.0
+    assert trial.progress.times == {CHAMPION: 20.0, CHALLENGER: 20.01}
+    trial.progress.times[CHALLENGER] = 30.0
     trial._finish_times()
-    assert trial.progress.times[CHAMPION] == 10.0
+    assert trial.progress.times[CHALLENGER] == 30.0
 
 
 def test_a_rank_takes_the_result_of_the_others_with_all_times() -> None:
@@ -255,6 +276,7 @@ def test_a_rank_takes_the_result_of_the_others_with_all_times() -> None:
     theirs.progress.best = CHALLENGER
     theirs.progress.times |= {CHAMPION: 20.0, CHALLENGER: 1 / 3}
     theirs.progress.replays |= {CHALLENGER: 2 / 3}
+    theirs.progress.plain |= {CHAMPION}
     theirs._post_result()
     assert mine._takes_posted_result()
     assert mine.progress == theirs.progress

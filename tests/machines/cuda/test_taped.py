@@ -461,12 +461,17 @@ def test_captures_issue_the_plan_of_plain_calls_if_they_run_the_same_program(cap
 
 
 def test_calls_are_not_replayed_while_they_are_timed(captured: Captured) -> None:
+    captured.executor.decided = None
     captured.bind()
     assert captured.executor._graphs is None, "the test's executor makes no graphs"
     assert captured.push.eager_only == ""
     captured.executor.issue_plainly("they are timed")
     assert captured.push.eager_only == "they are timed"
-    captured.push.uniform_only = "NCCL"
+    for decided, reason in ((None, "they are timed"), ((captured.executor, ""), ""), ((captured.executor, "slow"), "")):
+        captured.executor.decided = lambda sizes: decided  # noqa: B023
+        captured.bind()
+        assert captured.push.eager_only == reason, "what is decided holds"
+    captured.push.plain, captured.push.uniform_only = "they are timed", "NCCL"
     assert captured.push.eager_only == "NCCL", "the reason that always holds comes first"
 
 
