@@ -136,13 +136,18 @@ def summary(rows: Sequence[ChosenRow]) -> dict[str, str]:
     return cells
 
 
-def report(rows: Sequence[ChosenRow]) -> str:
-    """Return a table with a line for each comparison, and one for all rows."""
+def lines_of(rows: Sequence[ChosenRow]) -> list[dict[str, str]]:
+    """Return the lines of the table: one for each comparison, and one for all rows."""
     by_file: dict[str, list[ChosenRow]] = {}
     for row in rows:
         by_file.setdefault(row.name.partition(":")[0], []).append(row)
     lines = [{"results": name, **summary(its)} for name, its in by_file.items()]
-    lines.append({"results": "all", **summary(rows)})
+    return [*lines, {"results": "all", **summary(rows)}]
+
+
+def report(rows: Sequence[ChosenRow]) -> str:
+    """Return the table."""
+    lines = lines_of(rows)
     return table([*lines[0]], [[*line.values()] for line in lines])
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.chosen import ChosenRow, lines_of
 from benchmarks.harness import table
 from benchmarks.llama_block import HOST_IN_TURN, IN_TURN, ISSUED, REPLAYED, exposed
 from benchmarks.scores import cell, cells, in_order
@@ -264,6 +265,13 @@ def regrets(data: dict[str, Any]) -> str:
     return table([*shown], [[line[name] for name in shown] for line in data["results"]])
 
 
+def choices(data: dict[str, Any]) -> str:
+    """Return the table of what users get by trials, without the columns that only developers need."""
+    rows = [ChosenRow(name, **row) for name, row in data["rows"].items()]
+    lines = [{name: text for name, text in line.items() if "spread" not in name} for line in lines_of(rows)]
+    return table([*lines[0]], [[*line.values()] for line in lines])
+
+
 TABLES: Mapping[str, Callable[[dict[str, Any]], str]] = {
     **dict.fromkeys(("allgather_matmul_2", "matmul_reduce_scatter_2", "matmul_all_reduce_2", "mlp_2"), compared),
     **dict.fromkeys(
@@ -285,6 +293,7 @@ TABLES: Mapping[str, Callable[[dict[str, Any]], str]] = {
     "train": trained,
     "overhead": hosts,
     "regret": regrets,
+    "chosen": choices,
 }
 MARKED = re.compile(r"<!-- measured: ([\w/]+) -->\n.*?<!-- end -->", re.DOTALL)
 SUMMARISED = re.compile(r"(?<=<!-- measured -->\n).*?(?=\n<!-- end -->)", re.DOTALL)
