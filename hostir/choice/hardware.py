@@ -14,9 +14,9 @@ The constants of H200 were measured one by one:
   512 rows, they end 15 to 20 us later than one tile after the arrival of the last rows.
 - `push` and `sm_rate` come from calls of the strategy `push` on 2 and 4 ranks, with 64 to 4096 rows.
 - `host_lead` and `low_latency` are fitted to the results of benchmarks/allgather_matmul.py.
-- Host times of operations are fitted to the host times of all candidates in benchmarks/results/2xH200, where native code
-  issues most calls. The speeds of these hosts differ by a factor of two. Pipelines take about twice as long as these
-  times predict, because Python issues collectives that run beside other work.
+- Host times of operations are fitted to those of all candidates in benchmarks/results/2xH200, where native code issues
+  most calls. The speeds of these hosts differ by a factor of two. Pipelines take about twice as long as these times
+  predict, because Python issues collectives that run beside other work.
 
 Then nine of them were fitted again, to the times of all candidates of gathers on H200 in benchmarks/results: `tile` of
 both families of kernels, `collective`, `low_latency`, `crowded`, `push`, `flag_wait`, `poll`, and `during_computation`
