@@ -267,7 +267,7 @@ class RankExecutor(Executor):
                 self._resume()
             try:
                 plan = self._choose(cache_key(inputs), inputs, places=True)
-                self._settle(plan, inputs)
+                self._apply_decision(plan, inputs)
             except HostIRError:
                 raise
             except BaseException as problem:
@@ -519,7 +519,7 @@ class RankExecutor(Executor):
         call = None if name is None or unwritable(written) else self.bound.get(name)
         if call is None:
             plan = self._choose(tensors_key, inputs, out)
-            self._settle(plan, inputs)
+            self._apply_decision(plan, inputs)
             call = BoundCall(plan, inputs, outs, where, self._agreement.call.digest)
         else:
             self._refuse_elsewhere()
@@ -530,7 +530,7 @@ class RankExecutor(Executor):
             self._order = CallOrder(self._machine.device)  # graphs share their workspaces
         return self._use(name, call)
 
-    def _settle(self, plan: Plan, inputs: Sequence[Part]) -> None:
+    def _apply_decision(self, plan: Plan, inputs: Sequence[Part]) -> None:
         """Settle whether calls of a plan are replayed, and make the plan that captures by the caller issue.
 
         All ranks call this together in the first call with each kind of sizes.

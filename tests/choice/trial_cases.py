@@ -528,7 +528,7 @@ def captures_by(strategy: str) -> Iterator[None]:
 
     On CUDA warm calls are not compared.
     """
-    begin, settle = Agreement.__init__, RankExecutor._settle
+    begin, apply = Agreement.__init__, RankExecutor._apply_decision
 
     def not_compared(self: Agreement, session: Any, program: Program, kernels: str, compare: bool) -> None:
         begin(self, session, program, kernels, False)
@@ -537,7 +537,7 @@ def captures_by(strategy: str) -> Iterator[None]:
         MAKES_A_PLAN_FOR_CAPTURES.append(True)
         try:
             with mock.patch.object(rank, "CudaPlan", GlooPlan), mock.patch.object(torch.cuda, "current_blas_handle"):
-                settle(self, plan, inputs)
+                apply(self, plan, inputs)
         finally:
             MAKES_A_PLAN_FOR_CAPTURES.clear()
 
@@ -547,7 +547,7 @@ def captures_by(strategy: str) -> Iterator[None]:
 
     with (
         mock.patch.object(Agreement, "__init__", not_compared),
-        mock.patch.object(RankExecutor, "_settle", as_on_cuda),
+        mock.patch.object(RankExecutor, "_apply_decision", as_on_cuda),
         mock.patch.object(RankExecutor, "may_differ_in_captures", True),
         mock.patch.object(Choice, "captured", property(captured)),
         mock.patch.object(RangedExecutor, "_with_note", lambda executor, choice: choice),  # it has times of replays
