@@ -79,7 +79,7 @@ class Entry:
         return Entry(digest, graph=graph, out=us, plain=plain) if calls == "out" else Entry(digest, us, graph)
 
     def refusal(self, calls: str) -> str:
-        """Return the reason not to choose the candidate for calls as in `time`; empty if there is none."""
+        """Return the reason not to choose the candidate for calls as in `time`, or an empty text."""
         return self.failure or (NO_CAPTURE if calls == "graph" and not self.replays else "")
 
     def time(self, calls: str) -> float | None:

@@ -43,6 +43,7 @@ from hostir.knobs import KEEPALIVE, TIMEOUT, set_by_launcher
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 LOG = logger(__name__)
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+LONGER = "HOSTIR_TIMEOUT sets how long a rank may wait for the others"
 MIN_PAUSE, MAX_PAUSE = 5e-5, 5e-3  # seconds between two polls for other ranks; most ranks arrive together
 
 _current: Session | None = None
@@ -542,7 +543,7 @@ def _met(rank: int, size: int, timeout: float, number: int) -> tuple[str, int]:
             raise error(
                 f"rank {rank} did not meet all {size} ranks within {timeout:.0f} s: {problem}",
                 expected=f"all of them at {host}:{port}",
-                hint="HOSTIR_TIMEOUT sets how long a rank may wait for the others",
+                hint=LONGER,
             ) from problem
     return _servers[key][:2]
 
@@ -555,7 +556,7 @@ def _connection(host: str, port: int, seconds: float) -> Any:
         raise error(
             f"this process did not reach the store of the job within {seconds:.0f} s: {problem}",
             expected=f"a store at {host}:{port}",
-            hint="HOSTIR_TIMEOUT sets how long a rank may wait for the others",
+            hint=LONGER,
         ) from problem
 
 

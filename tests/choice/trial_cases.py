@@ -560,7 +560,10 @@ def captures_by(strategy: str) -> Iterator[None]:
 
 
 def for_captures(executor: Executor) -> str:
-    """Return what the latest call has left for captures: the name of the plan's executor, or the reason for none."""
+    """Return the strategy that captures of the latest call run, or the error that they raise.
+
+    The text is empty if captures run the plan of the call.
+    """
     assert isinstance(executor, RangedExecutor)
     current = executor.current
     assert isinstance(current, RankExecutor)

@@ -184,23 +184,27 @@ def captured_call(executor: Executor, layer: Layer) -> tuple[torch.cuda.CUDAGrap
     return graph, c
 
 
-@for_gpus
-def a_capture_at_the_second_call() -> str:
-    """The caller captures after one call. The results of the graph, and of later calls, stay right."""
-    m = 2048
-    executor, layer = hi.compile(gathered(name="gathered_captured"), calls="eager", tune=2), Layer(gathered(), m)
-    layer.call(executor, out=False)
+def capture_and_replay(executor: Executor, layer: Layer, replays: int = 20) -> None:
+    """Capture a call, and check the result of each replay, and of plain calls between them."""
     graph, c = captured_call(executor, layer)
-    captured = executor.current.program.name  # type: ignore[attr-defined]
-    for number in range(80):
+    for number in range(replays):
         layer.renew()
         c.fill_(float("nan"))
         graph.replay()
         layer.check(c)
         if number % 2:
             layer.call(executor, out=False)
+
+
+@for_gpus
+def a_capture_at_the_second_call() -> str:
+    """The caller captures after one call. The results of the graph, and of later calls, stay right."""
+    m = 2048
+    executor, layer = hi.compile(gathered(name="gathered_captured"), calls="eager", tune=2), Layer(gathered(), m)
+    layer.call(executor, out=False)
+    captured = executor.current.program.name  # type: ignore[attr-defined]
+    capture_and_replay(executor, layer, 80)
     text = str(executor.choice).replace("\n", ";")
-    del graph, c
     torch.cuda.synchronize()
     dist.barrier()
     return f"captured @{captured}; {text}"
@@ -211,31 +215,14 @@ def calls_in_graphs() -> str:
     """The caller says that it captures the calls: only replays are timed, and the one that replays fastest runs."""
     executor, layer = hi.compile(gathered(name="gathered_in_graphs"), calls="graph", tune=2), Layer(gathered(), 64)
     layer.call(executor, out=False)
-    graph, c = captured_call(executor, layer)
-    for _ in range(20):
-        layer.renew()
-        c.fill_(float("nan"))
-        graph.replay()
-        layer.check(c)
+    capture_and_replay(executor, layer)
     assert isinstance(executor, RangedExecutor)
     choice = executor.ranges.choice({"M": 64})
     assert choice.source == "measured"
     assert all(timing.graph is not None and abs(timing.us - timing.graph) < 0.1 for timing in choice.timings)
-    del graph, c
     torch.cuda.synchronize()
     dist.barrier()
     return str(choice)
-
-
-def capture_and_replay(executor: Executor, layer: Layer) -> None:
-    graph, c = captured_call(executor, layer)
-    for number in range(20):
-        layer.renew()
-        c.fill_(float("nan"))
-        graph.replay()
-        layer.check(c)
-        if number % 2:
-            layer.call(executor, out=False)
 
 
 @for_gpus

@@ -130,8 +130,8 @@ class CudaPlan:
     """An unrolled program bound to a device: a list of steps, which are closures over one list of registers.
 
     Fields:
-        for_captures: the plan that captures by the caller issue, or the reason why there is none; None if captures
-            issue this plan.
+        for_captures: the plan that captures by the caller issue, or the error that they raise. None if they issue this
+            plan.
         plain: a reason why the executor captures no run of the plan: plain calls are faster, or are being timed.
         settled: True if `for_captures` and `plain` do not change any more.
     """
