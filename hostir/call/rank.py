@@ -92,6 +92,7 @@ class RankExecutor(Executor):
         # A function of the sizes. It returns the executor whose program captures run, and a reason to issue each call
         # anew, or an empty text. It returns None if that is not known yet.
         self.decided: Callable[[Mapping[str, int]], tuple[Executor, str] | None] | None = None
+        self._uncaptured: dict[Hashable, HostIRError] = {}  # by sizes: why a rank has refused the program of captures
         self._ended = ""  # the reason why this executor refuses calls; empty while it accepts them
         self._agreement = Agreement(None, program, self.kernels, False)  # without other ranks; `_join` may replace it
         self._machine = self._join(machine, group, timeout)
@@ -357,7 +358,7 @@ class RankExecutor(Executor):
             del self.bound[name]
 
     def issue_plainly(self, reason: str) -> None:
-        """Replay no graph for calls with tensors like those of the latest call, until `decided` decides otherwise."""
+        """Capture no graph of calls with tensors like those of the latest call, until `decided` decides otherwise."""
         if self.latest is not None and isinstance(self.latest.plan, CudaPlan):
             self.latest.plan.plain = reason
 
@@ -533,7 +534,7 @@ class RankExecutor(Executor):
     def _apply_decision(self, plan: Plan, inputs: Sequence[Part]) -> None:
         """Settle whether calls of a plan are replayed, and make the plan that captures by the caller issue.
 
-        All ranks call this together in the first call with each kind of sizes.
+        A rank does this once for each plan, and for the first plan with some sizes in the same call as the other ranks.
         """
         if self.decided is None or type(plan) is not CudaPlan or plan.settled:
             return
@@ -550,21 +551,22 @@ class RankExecutor(Executor):
 
         Nothing can be compiled or loaded in a capture, and ranks cannot connect. In their first such call, the ranks
         meet and connect for the other program, as before the first call of any executor. After that no rank waits for
-        another one. If this rank cannot make the plan, only captures raise the reason. They must not issue `plan`,
-        because the other ranks would not wait for its program. The next call with other tensors tries again.
+        another one. If a rank refuses the program, no rank meets again for calls with these sizes. If this rank cannot
+        make the plan, the next call with other tensors tries again. In both cases only captures raise the reason. They
+        must not issue `plan`, because the other ranks may not wait for its program.
         """
-        self._refuse_in_capture()
+        if plan.for_captures is None:
+            self._refuse_in_capture()
+        elif torch.cuda.is_current_stream_capturing():
+            return  # the capture raises why there is no plan
+        key = tuple(sorted(plan.unrolled.sizes.items()))
         try:
-            sizes, proof, unrolled = other._unrolled(inputs)
-        except HostIRError as refusal:
-            other._agreement.refuse(refusal)
-            plan.for_captures, plan.settled = self._uncaptured(refusal), True
-            return
-        try:
-            if (kind := _kind(sizes, proof)) not in other._agreement.agreed:
-                other._agreement.reach(sizes, kind)
+            if (known := self._uncaptured.get(key)) is not None:
+                raise RefusedError(*known.diagnostics)
+            unrolled = other._agreed_for_captures(inputs)
         except RefusedError as refusal:
-            plan.for_captures, plan.settled = self._uncaptured(refusal), True
+            self._uncaptured.setdefault(key, refusal)
+            plan.for_captures, plan.settled = self._no_capture(refusal), True
             return
         try:
             torch.cuda.current_blas_handle()  # cuBLAS allocates memory when a thread uses it first
@@ -574,9 +576,23 @@ class RankExecutor(Executor):
         except (AlikeError, MisalignedError):
             raise
         except Exception as problem:  # any failure, for example of a compiler
-            plan.for_captures = self._uncaptured(problem)
+            plan.for_captures = self._no_capture(problem)
 
-    def _uncaptured(self, problem: Exception) -> HostIRError:
+    def _agreed_for_captures(self, inputs: Sequence[Part]) -> UnrolledProgram:
+        """Agree with all ranks that captures run this program, and return it unrolled.
+
+        Raise RefusedError if a rank refuses these inputs.
+        """
+        try:
+            sizes, proof, unrolled = self._unrolled(inputs)
+        except HostIRError as refusal:
+            self._agreement.refuse(refusal)
+            raise RefusedError(*refusal.diagnostics) from None
+        if (kind := _kind(sizes, proof)) not in self._agreement.agreed:
+            self._agreement.reach(sizes, kind)
+        return unrolled
+
+    def _no_capture(self, problem: Exception) -> HostIRError:
         """Return the error of captures for which this rank could not make a plan."""
         what = f"@{self.program.name} cannot be captured in a CUDA graph: {headline(problem)}"
         return error(what, hint="with HOSTIR_TUNE=0 on rank 0, captures run the same program as plain calls")
@@ -652,6 +668,7 @@ class RankExecutor(Executor):
     def _renew(self) -> None:
         """Drop all plans, and forget which calls the ranks have agreed on. After a failure the ranks begin anew."""
         self._end_plans()
+        self._uncaptured.clear()
         self._agreement.restart()
 
     def _leave(self, reason: str) -> None:

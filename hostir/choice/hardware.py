@@ -18,11 +18,12 @@ The constants of H200 were measured one by one:
   most calls. The speeds of these hosts differ by a factor of two. Pipelines take about twice as long as these times
   predict, because Python issues collectives that run beside other work.
 
-Then nine of them were fitted again, to the times of all candidates of gathers on H200 in benchmarks/results: `tile` of
-both families of kernels, `collective`, `low_latency`, `crowded`, `push`, `flag_wait`, `poll`, and `during_computation`
-of all-gathers. They moved by 4 to 27 %. A fit of all constants brings 89 % of these estimates within 10 % instead of
-85 %, but estimates of the programs in tests/choice/peers_reduce_scatter.json get worse. None is fitted to the sums, the
-collectives alone and the fp8 matmuls in benchmarks/results/2xH200: 71 % of these estimates are within 10 %.
+Then nine of them were fitted again, to all times of candidates on H200 that were known then, of all-gathers before
+matmuls and of benchmarks/patterns.py: `tile` of both families of kernels, `collective`, `low_latency`, `crowded`,
+`push`, `flag_wait`, `poll`, and `during_computation` of all-gathers. They moved by 4 to 27 %. A fit of all constants
+brings 89 % of these estimates within 10 % instead of 85 %, but estimates of the programs in
+tests/choice/peers_reduce_scatter.json get worse. None is fitted to the sums, the collectives alone and the fp8 matmuls
+in benchmarks/results/2xH200: 71 % of these estimates are within 10 %.
 
 The constants of H100 are fitted together to the times of the candidates of benchmarks/results/2xH100, with 1 to 16,384
 rows. The fit minimizes the number of estimates for CUDA graphs that are off by more than 10 %, and the regret of the

@@ -22,7 +22,7 @@ from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, warn_once
 
 LARGEST = 16  # the exponent of the largest size that choices are made for; it stands for all larger sizes as well
-MOST_RIVALS = 8  # candidates with the shortest estimates that a trial compares; NCCL + cuBLAS is compared in any case
+MOST_RIVALS = 8  # candidates with the shortest estimates that a trial compares; NCCL + cuBLAS is always added
 _numbers = itertools.count(1)
 UNTRIED = "not tried: its estimate is longer than those of the candidates that were tried"
 

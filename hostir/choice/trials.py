@@ -331,11 +331,13 @@ class Trial:
         for candidate in (champion, challenger):
             host = 0.0 if self.in_graphs else self.host[candidate]
             times[candidate] = fastest[candidate] + HOST * max(host - fastest[candidate], 0.0)
+            self.progress.plain.discard(candidate)
             if candidate in self.replaying:
+                times[candidate] = replays[candidate]
                 replay, *call = medians[candidate]
-                plain = bool(call) and max(*call, host) <= replay * (1 - SLOWER)
-                (self.progress.plain.add if plain else self.progress.plain.discard)(candidate)
-                times[candidate] = max(fastest[candidate], host) if plain else replays[candidate]
+                if call and max(*call, host) <= replay * (1 - SLOWER):
+                    self.progress.plain.add(candidate)
+                    times[candidate] = max(fastest[candidate], host)
         ratio = times[challenger] / times[champion]
         if abs(ratio - 1) <= NEAR:
             ratio *= replays[challenger] / replays[champion]

@@ -504,6 +504,10 @@ def test_only_captures_fail_if_their_plan_cannot_be_made(
     assert kept.__traceback__ is None, "it would keep the tensors of the failed captures"
     assert captured.ran == [("push", False)]
     assert [str(problem) for problem in told] == ["error: no memory"] * (refused == "here"), "ranks wait at the meeting"
+    captured.capturing = True
+    captured.bind()  # of a call at other addresses, which then raises the reason
+    captured.capturing = False
+    assert captured.push.for_captures is kept
     captured.problem = None
     captured.bind()
     assert captured.push.for_captures is (kept if refused else captured.ring), "a failure on this rank alone may pass"
