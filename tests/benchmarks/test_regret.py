@@ -29,8 +29,9 @@ class Limits:
     near: float
 
 
-# What the estimates reach today. Some tables came later than the others, and have limits of their own. The largest regret
-# of gathered rows on H200 is that of 64 rows: cuBLAS and Triton have the same estimate, and each was faster in one run.
+# What the estimates reach today. Some tables came later than the others, and have limits of their own. The largest
+# regret of gathered rows on H200 is that of 64 rows: cuBLAS and Triton have the same estimate, and each was faster in
+# one run.
 LATER = {
     "2xH100/matmul_reduce_scatter_2": "scattered sums",
     "2xH100/matmul_all_reduce_2": "all-reduces",
