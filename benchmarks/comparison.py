@@ -197,6 +197,10 @@ class Subject(ABC):
     def inputs(self, slices: int) -> Sequence[torch.Tensor]:
         """Return this rank's parts of the fusion's inputs."""
 
+    def inputs_of(self, executor: hi.Executor, slices: int) -> Sequence[torch.Tensor]:
+        """Return the inputs for an executor: those of `inputs`, or copies of them in memory of the executor."""
+        return self.inputs(slices)
+
     @abstractmethod
     def out(self, slices: int) -> torch.Tensor | Sequence[torch.Tensor]:
         """Return the tensor for this rank's part of the result, or a tensor for each output of the fusion."""
@@ -283,7 +287,7 @@ def lowered(subject: Subject, program: hi.Program, variant: Variant, mode: str, 
     """Return the candidate of a variant. Each mode has a separate executor, so that addresses stay the same."""
     name = name or str(variant)
     executor = hi.Executor(program, kernels=variant.kernels, timeout=PATIENCE)
-    inputs, out = subject.inputs(variant.slices), subject.out(variant.slices)
+    inputs, out = subject.inputs_of(executor, variant.slices), subject.out(variant.slices)
     if mode == EAGER and not replayed_by_caller(executor):
         executor.watchdog = None  # so that a candidate that raises is left out instead of ending the job
         return Candidate(name, mode, True, lambda: executor(*inputs)[0], executor=executor)
@@ -294,7 +298,7 @@ def compiled(subject: Subject, mode: str) -> Candidate:
     """Return the choice of `hi.compile` after its trial, called with `out=`, eagerly or from a CUDA graph."""
     inputs, out = subject.inputs(1), subject.out(1)
     executor, estimate = settled(subject.fusion(1), mode, lambda executor: executor(*inputs, out=out))
-    candidate = with_out(COMPILED, executor, inputs, out, mode)
+    candidate = with_out(COMPILED, executor, subject.inputs_of(executor, 1), out, mode)
     replays_itself = subject.on_gpu and not replayed_by_caller(executor) and not executor.choice.plain
     if (mode == GRAPH) != replays_itself:
         return candidate
@@ -307,6 +311,7 @@ def captured(subject: Subject) -> Candidate:
     inputs, out = subject.inputs(1), subject.out(1)
     with compiled_with_empty_cache(subject.fusion(1), graphs=False) as executor:
         executor(*inputs, out=out)
+        inputs = subject.inputs_of(executor, 1)
         return Candidate(CAPTURED, GRAPH, True, replayed(lambda: executor(*inputs, out=out)[0]))
 
 

@@ -12,11 +12,15 @@ The peers:
     NCCL     reduce_scatter_tensor, all_gather_into_tensor, all_reduce
     torch    torch.ops.symm_mem._low_contention_reduce_scatter and _low_contention_all_gather, by copy engines;
              one_shot_all_reduce and two_shot_all_reduce_
+
+The operands are in symmetric memory, so `torch` copies none of them. Before an all-gather, hostir finds its operand in
+the memory that `executor.places` returns, and does not copy it either.
 """
 
 from __future__ import annotations
 
 import argparse
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -102,13 +106,32 @@ class Scattered(Subject):
 
 
 class Gathered(Scattered):
-    """An all-gather of `x`, `[M / ranks, N]`, to `y`, `[M, N]`. On GPUs, `x` is in symmetric memory."""
+    """An all-gather of `x`, `[M / ranks, N]`, to `y`, `[M, N]`. On GPUs, `x` is in symmetric memory.
+
+    So the peer `torch` does not copy `x`. For the same reason, hostir gets `x` in the memory of the executor, if the
+    program would copy it there: see `hi.Executor.places`.
+    """
 
     def __init__(self, row: Row, dtype: torch.dtype, job: Session) -> None:
         Subject.__init__(self, row, dtype, job)
+        self.copies: list[weakref.ref[torch.Tensor]] = []  # of `x`, in the memory of executors
         self.x = self.shared(row.M // self.ranks, row.N)
         self.y = torch.empty(row.M, row.N, dtype=dtype, device=self.device)
         self.renew()
+
+    def renew(self) -> None:
+        super().renew()
+        for copy in [copy for reference in self.copies if (copy := reference()) is not None]:
+            copy.copy_(self.x)
+        synchronize(self.device)
+        dist.barrier()
+
+    def inputs_of(self, executor: hi.Executor, slices: int) -> Sequence[torch.Tensor]:
+        (place,) = executor.places(*self.inputs(slices))
+        if place is None:
+            return self.inputs(slices)
+        self.copies.append(weakref.ref(place))
+        return (place.copy_(self.x),)
 
     def judge(self) -> Judge:
         gathered = self.by_nccl().clone()
