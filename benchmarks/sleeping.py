@@ -52,9 +52,11 @@ SLEEPING: Hardware = replace(
     during_matmul=0.0,
     ending=0.0,
     begin=0.0,
+    first_matmul=0.0,
     captured=0.0,
     all_reduce=0.0,
-    issued={},
+    behind=0.0,
+    waited=0.0,
 )
 
 

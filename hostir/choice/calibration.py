@@ -85,13 +85,11 @@ def scaled(hardware: Hardware, times: Times, device: str, ranks: int, *, known: 
     hardware = replace(hardware, launch=launch)
     if known:
         return hardware
-    issued = {name: x / slower.get("memory", 1.0) if name == "memory" else x for name, x in hardware.issued.items()}
     on_device, gather = slower.get("matmul", 1.0), slower.get("gather", 1.0)
     return replace(
         hardware,
         kernels={name: replace(k, rates=k.rates.scaled(1 / on_device)) for name, k in hardware.kernels.items()},
         memory=hardware.memory / slower.get("memory", 1.0),
-        issued=issued,
         operands=hardware.operands / slower.get("memory", 1.0),
         rates={name: rate / gather for name, rate in hardware.rates.items()},
         link=hardware.link / gather,

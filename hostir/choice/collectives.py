@@ -1,9 +1,8 @@
 """Estimate collectives that NCCL does not run: see `hostir.ir.comm_ops.Implemented`.
 
-The constants are fitted to times on 2 H100: those of torch's operators in benchmarks/results/2xH100, alone and behind a
-matmul, with 8 KB to 268 MB of bf16, and those of `low_latency` alone, with 8 KB to 16 MB. They describe torch's
-kernels, which have at most 24 thread blocks, and hostir's kernel with at most 128. So they are the same for all GPUs
-with NVLink. Times on more than 2 ranks, and on H200, were not measured.
+The constants are fitted together with those in `hostir.choice.hardware`. They describe torch's kernels, which have at
+most 24 thread blocks, and hostir's kernel with at most 128. So they are the same for all GPUs with NVLink. Times on
+more than 2 ranks were not measured.
 """
 
 from __future__ import annotations
@@ -11,13 +10,16 @@ from __future__ import annotations
 from hostir.choice.cost import CostTransfer
 from hostir.choice.hardware import H100, Hardware
 from hostir.ir.comm_ops import COPY_ENGINE, LOW_LATENCY, ONE_SHOT, TWO_SHOT
+from hostir.kernels.matmul.estimate import IN_L2
 
-KERNEL = 9.75  # microseconds of a barrier, or of another kernel of torch's that moves few bytes
-READ = 184.0  # GB/s at which the kernel of `one_shot` reads from peers
-MOVE = 397.0  # GB/s of `two_shot`, counting bytes as for NCCL: those that leave a rank, and half of those that it keeps
-EXCHANGE = 3.5  # microseconds of `low_latency` with few bytes
+KERNEL = 10.6  # microseconds of a barrier, or of another kernel of torch's that moves few bytes
+COPY_IN_KERNEL = 855.0  # GB/s at which the kernel of `one_shot` copies its operand, counting reads and writes
+READ = 180.0  # GB/s at which the kernel of `one_shot` reads from peers
+MOVE = 393.0  # GB/s of `two_shot`, counting bytes as for NCCL: those that leave a rank, and half of those that it keeps
+SECOND_STEP = 4.02  # microseconds by which `two_shot` takes longer than `one_shot` with few bytes
+EXCHANGE = 4.61  # microseconds of `low_latency` with few bytes
 SHORT = 20.0  # microseconds: if a sum by `low_latency` takes no longer, a matmul could hide little of it
-SMALL_COPY = 5.2  # microseconds of a copy of few bytes within the GPU
+SMALL_COPY = 5.19  # microseconds of a copy of few bytes within the GPU
 
 
 def implemented(transfer: CostTransfer, hardware: Hardware) -> float | None:
@@ -29,17 +31,20 @@ def implemented(transfer: CostTransfer, hardware: Hardware) -> float | None:
     size, ranks = transfer.bytes / 1e3, transfer.ranks  # kilobytes, so that a rate in GB/s gives microseconds
     copied = 0.0 if transfer.in_workspace else SMALL_COPY + 2 * size / hardware.memory
     if by == LOW_LATENCY:
-        return EXCHANGE + (ranks - 1) * size / (ranks if keyword == "reduce_scatter" else 1) / hardware.sending
+        sent = (ranks - 1) * size / (ranks if keyword == "reduce_scatter" else 1)
+        in_l2 = min(sent, IN_L2 / 3e3)  # with the operand and the result
+        slow = min(hardware.sending, hardware.memory / hardware.in_memory)
+        return EXCHANGE + in_l2 / hardware.sending + (sent - in_l2) / slow
     if by == ONE_SHOT and keyword == "allreduce":
-        in_kernel = max(copied - SMALL_COPY, 0.0)  # the kernel makes the copy
+        in_kernel = 0.0 if transfer.in_workspace else 2 * size / COPY_IN_KERNEL  # the kernel makes the copy
         return KERNEL + in_kernel + (ranks - 1) * size / READ
     if by in (ONE_SHOT, TWO_SHOT):
         steps = 2 if by == TWO_SHOT else 1
-        return copied + KERNEL + size * (steps * (ranks - 1) + 0.5) / ranks / MOVE
+        return copied + KERNEL + SECOND_STEP * (steps - 1) + size * (steps * (ranks - 1) + 0.5) / ranks / MOVE
     if by == COPY_ENGINE:
         part = size / ranks
         to_workspace = 0.0 if transfer.in_workspace else SMALL_COPY + 2 * part / hardware.memory
-        return to_workspace + 2 * KERNEL + (ranks - 1) * (hardware.copy + part / hardware.link)
+        return to_workspace + 2 * hardware.barrier + (ranks - 1) * (hardware.copy + part / hardware.link)
     return None
 
 

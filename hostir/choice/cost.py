@@ -121,6 +121,11 @@ class CostTransfer:
     crossing: Crossing | None = None
 
     @property
+    def by_nccl(self) -> bool:
+        """True if NCCL runs it."""
+        return " by " not in self.collective
+
+    @property
     def steps(self) -> int:
         """The number of rounds of a ring: 2 for an all-reduce, which is a reduce-scatter and an all-gather."""
         return 2 if self.collective == "allreduce" else 1
@@ -347,6 +352,8 @@ class RankTasks:
         self.in_matmuls = {id(op) for product in PushedProduct.of(unrolled, runs) for op in product.pushes.ops}
         sums = NormedSum.of(unrolled)
         self.in_sums = {id(op): size for each in sums for op, size in self.registers.bytes_in_sum(each)}
+        self.before_push: CostTask | None = None  # the latest task of the stream before the latest kernel that copies
+        self.push_lane: Any = CALLER  # the lane of the latest copy of such a kernel
         self.pushed: dict[int, CostTask] = {}  # by stream: the first copy of the latest kernel that copies
         for op in unrolled.ops:
             count = len(self.tasks)
@@ -519,11 +526,33 @@ class RankTasks:
             copy = CostCopy(self.registers.bytes[op.x], target if to_peer else source, to_peer)
             self.issue(op.stream, copy, launch="copy")
         else:
-            first = op is self.pushes[id(op)].ops[0]
-            copy = CostCopy(self.registers.bytes[op.x], target, to_peer, op.sms, first, id(op) in self.in_matmuls)
-            task = self.issue(op.stream, copy, launch="push" if first else "")
-            if first:
-                self.pushed[op.stream] = task
+            in_matmul = id(op) in self.in_matmuls
+            self.push(op, CostCopy(self.registers.bytes[op.x], target, to_peer, op.sms, in_matmul=in_matmul))
+
+    def push(self, op: CopyOp, copy: CostCopy) -> None:
+        """Add a copy of a kernel that copies on some SMs.
+
+        Two groups of SMs take turns with the copies. So the copy within the rank's memory runs beside the copies to
+        peers, on a lane of its own.
+        """
+        first = op is self.pushes[id(op)].ops[0]
+        if first:
+            self.before_push = self.last.get(op.stream)
+        self.push_lane = op.stream
+        if copy.peer == self.unrolled.rank:
+            self.push_lane = "own copy", op.stream
+            if self.before_push is not None:
+                self.last[self.push_lane] = self.before_push
+        begins = self.last.get(self.push_lane) is self.before_push
+        task = self.issue(self.push_lane, replace(copy, first=begins), launch="push" if first else "")
+        if first:
+            self.pushed[op.stream] = task
+        self.end_push(op)
+
+    def end_push(self, op: CopyOp | SignalOp) -> None:
+        """Make the stream wait for the copy within the rank's memory, if `op` is the last operation of its kernel."""
+        if op is self.pushes[id(op)].ops[-1] and (own := self.last.pop(("own copy", op.stream), None)):
+            self.issue(op.stream, Nothing(), own)
 
     def signal(self, op: SignalOp) -> None:
         if op.sms:
@@ -532,7 +561,8 @@ class RankTasks:
                 # `kernel_signal` was measured from the end of the copy that the signal's stream waits for.
                 task.after = [*task.after[0].after, *task.after[0].joins]
         elif id(op) in self.pushes:
-            task = self.issue(op.stream, Pause(sender="copies"))
+            task = self.issue(self.push_lane, Pause(sender="copies"))
+            self.end_push(op)
         else:
             task = self.issue(op.stream, Pause(sender="stream"), launch="signal")
         own = op.peer == self.unrolled.rank

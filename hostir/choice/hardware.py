@@ -1,45 +1,24 @@
 """Known machines: the constants of their GPUs for the cost model, and the measurements from which they come.
 
-The constants of H200 were measured one by one:
+H100 and H200 have the same SMs and the same links, and their constants differ only in the rates of memory. They are
+fitted together to the times of all candidates on 2 GPUs in benchmarks/results, with 1 to 32,768 rows, and to the times
+of matmuls alone in the same tables. The fit minimizes the number of estimates for CUDA graphs that are off by more than
+10 %, and the regret of the choice. Constants about which the times say little stay near their starting values. Tables
+on 4 and 8 GPUs, and old ones, count half.
 
-- Peaks, tiles and `throttle` are fitted to matmuls that run alone, as benchmarks/matmul.py and
-  benchmarks/allgather_matmul.py time them. The constants of the Triton matmul are in hostir/kernels/matmul/tiles.py.
-- The constants of collectives are fitted to all-gathers that run alone, of 0.5 to 540 MB on 2, 4 and 8 ranks, and to
-  benchmarks/patterns.py. That benchmark also shows how much slower a matmul is while a collective runs.
-- `copy`, `link` and `signal` come from a chain of copies in a CUDA graph, each followed by a signal: a copy and its
-  signal take 10.8 us for 2 MiB, 16.3 us for 4 MiB and 27.2 us for 8 MiB. `edge` comes from the first copy of the chain,
-  which begins 10 us after the launch.
-- `kernel_signal` comes from a chain in which kernels on another stream send the signals: every copy takes 3 us less.
-- `poll` comes from fused calls. They take 4 to 21 us more than their first copy and their matmul together. With at most
-  512 rows, they end 15 to 20 us later than one tile after the arrival of the last rows.
-- `push` and `sm_rate` come from calls of the strategy `push` on 2 and 4 ranks, with 64 to 4096 rows.
-- `host_lead` and `low_latency` are fitted to the results of benchmarks/allgather_matmul.py.
-- Host times of operations are fitted to those of all candidates in benchmarks/results/2xH200, where native code issues
-  most calls. The speeds of these hosts differ by a factor of two. Pipelines take about twice as long as these times
-  predict, because Python issues collectives that run beside other work.
+93 % of the estimates for the tables in benchmarks/results/2xH100 are within 10 % of the time, and 92 % of those for
+benchmarks/results/2xH200. A fit to the tables of H100 alone, with given rates of H200's memory, brings 94 % of the
+estimates for H100 and 89 % of all those for H200 within 10 %.
+`python -m benchmarks.regret` prints these numbers, and the time that is lost if the choice follows the estimates.
 
-Then nine of them were fitted again, to all times of candidates on H200 that were known then, of all-gathers before
-matmuls and of benchmarks/patterns.py: `tile` of both families of kernels, `collective`, `low_latency`, `crowded`,
-`push`, `flag_wait`, `poll`, and `during_computation` of all-gathers. They moved by 4 to 27 %. A fit of all constants
-brings 89 % of these estimates within 10 % instead of 85 %, but estimates of the programs in
-tests/choice/peers_reduce_scatter.json get worse. None is fitted to the sums, the collectives alone and the fp8 matmuls
-in benchmarks/results/2xH200: 71 % of these estimates are within 10 %.
-
-The constants of H100 are fitted together to the times of the candidates of benchmarks/results/2xH100, with 1 to 16,384
-rows. The fit minimizes the number of estimates for CUDA graphs that are off by more than 10 %, and the regret of the
-choice. It keeps constants near their starting values if the times say little about them. Some constants always occur
-together, such as `copy` and `signal`, and only their sum is known. If the same fit sees only half of the rows, 87 % of
-the estimates of the other half are within 10 %.
-`python -m benchmarks.regret` prints the time that is lost if the choice follows these estimates.
+Not fitted are `kernel_signal`, which was measured by a chain of copies in which kernels on another stream send the
+signals, the constants of all-to-alls, and `busy_sms`. Host times of operations are fitted to those of all candidates in
+benchmarks/results/2xH200, where native code issues most calls. The speeds of these hosts differ by a factor of two.
+Pipelines take about twice as long as these times predict, because Python issues collectives that run beside other work.
+The constants of the Triton matmul are in hostir/kernels/matmul/tiles.py.
 
 Nothing was measured on several hosts. The constants of NICs stand for hosts with one NIC of 400 Gb/s for each GPU, of
 which NCCL uses nine tenths.
-
-tests/choice/peers_reduce_scatter.json has the times of reduce-scatters and all-reduces after a matmul on 2 GPUs. No
-constant is fitted to these times, but they decided which constants of H200 were fitted again. From 128 rows on,
-estimates of NCCL after cuBLAS are 0.97 to 1.10 times the measured time. Some programs send each block as soon as it is
-computed, and add up all blocks in one kernel. Nine of ten estimates of these programs are 0.95 to 1.08 times the
-measured time.
 """
 
 from __future__ import annotations
@@ -83,21 +62,26 @@ class Hardware:
         during_matmul: the share of its rate that a kernel keeps beside a matmul if memory bounds it. It gets SMs
             as tiles of the matmul end, and hardly slows the matmul down.
         ending: the time that the last kernel of a call takes to end the call: two trips to memory and one to a peer.
-        begin: the time from the launch of a call until its first task begins, if the call has a matmul. Its code and
-            operands are not in caches yet. 0 if the `start` of each kernel includes it.
+        begin: the time from the launch of a call until its first task begins.
+        first_matmul: the time by which the first matmul of a call takes longer: its code and its operands are not in
+            caches yet.
         collective: the fixed time of a collective.
-        captured: the time by which a call with collectives begins later in a CUDA graph than if the host issues it.
+        captured: the time by which a call with a matmul and collectives of NCCL begins later in a CUDA graph than if
+            the host issues it.
         low_latency: the fixed time of a collective by a low-latency protocol. Such a protocol has a third of the rate.
-        all_reduce: the time by which an all-reduce takes longer than another collective.
+        all_reduce: the time by which an all-reduce takes longer than another collective by the protocol of high rate.
+        behind: the time by which a collective takes longer if a matmul is the last task that it waits for.
         rates: the rate of each collective, counting the bytes that leave a rank and half of the bytes that it keeps.
         during_computation: the share of the rate of each collective that is left while a computation runs.
-        sending: the rate at which hostir's kernel `low_latency` sends to peers and sums.
+        sending: the rate at which hostir's kernel `low_latency` sends to peers and sums, as long as its data fit into
+            L2.
+        in_memory: the number of bytes that memory moves for each further byte that this kernel sends.
         copy: the fixed time of a copy by a copy engine.
+        waited: the time by which such a copy takes longer if its stream waits for a flag or for another stream.
         link: the rate of copies to a peer.
         crowded: the share of `link` that is left while copies with several peers overlap.
         push: the fixed time of a kernel that copies on some SMs.
         sm_rate: the rate at which each SM of this kernel stores to a peer. All its SMs together reach at most `link`.
-        during_push: the share of its rate that a matmul keeps if it starts while a kernel copies on some SMs.
         barrier: the time of a barrier across ranks.
         signal: the time of a signal to another rank.
         kernel_signal: the time from the end of a copy until a kernel on another stream has set the flag for the copy.
@@ -116,8 +100,6 @@ class Hardware:
         nic: the rate of a NIC in each direction. NICs connect hosts.
         nic_latency: the time that one step of a collective takes longer if it goes to another host.
         gpus_per_nic: the number of GPUs of a host that share one NIC; 0 if all of them share one.
-        issued: the constants that differ, by name, if the host issues the operations one by one, ahead of the device,
-            instead of replaying a CUDA graph.
         source: the origin of the constants.
     """
 
@@ -137,7 +119,6 @@ class Hardware:
     crowded: float
     push: float
     sm_rate: float
-    during_push: float
     barrier: float
     signal: float
     kernel_signal: float
@@ -148,23 +129,21 @@ class Hardware:
     poll_started: float
     launch: Mapping[str, float] = field(default_factory=dict)
     host_lead: float = 0.0
-    sending: float = 360.0
-    during_matmul: float = 0.5
-    ending: float = 2.0
     begin: float = 0.0
+    first_matmul: float = 0.0
     captured: float = 0.0
     all_reduce: float = 0.0
+    behind: float = 0.0
+    waited: float = 0.0
+    sending: float = 360.0
+    in_memory: float = 8.0
+    during_matmul: float = 0.5
+    ending: float = 2.0
     host_gpus: int = 8
     nic: float = 45.0
     nic_latency: float = 6.0
     gpus_per_nic: int = 1
-    issued: Mapping[str, float] = field(default_factory=dict)
     source: str = ""
-
-    @property
-    def on_streams(self) -> Hardware:
-        """The constants for calls whose operations the host issues one by one."""
-        return replace(self, **self.issued)  # type: ignore[arg-type]  # all of these fields are numbers
 
     def nic_share(self, ranks: int) -> float:
         """Return the rate of one rank between hosts, if `ranks` ranks of its host communicate at the same time."""
@@ -200,107 +179,72 @@ _CUBLAS_TILES = (
     Tile(64, 64, rate=0.51),
 )
 _GEMMS = (*(dtype for dtype in FLOATS if dtype not in FP8), "f8", "f8s")  # `Gemm`'s names of operand dtypes
-# The peaks of fp8 operands were measured with the largest matmuls of benchmarks/results/fp8_matmul.md.
-_CUBLAS_PEAK = {"bf16": 820.0, "f16": 820.0, "f32": 52.0, "f64": 60.0, "f8": 1560.0, "f8s": 1400.0}
+# TFLOP/s of calls that are too short for a power limit.
+_CUBLAS_PEAK = {"bf16": 910.0, "f16": 910.0, "f32": 57.7, "f64": 66.6, "f8": 1730.0, "f8s": 1550.0}
 H200 = Hardware(
     "h200",
     sms=132,
-    throttle=0.045,
-    memory=3300.0,
-    operands=3300.0,
-    small_kernel=3.0,
+    throttle=0.0387,
+    memory=3510.0,
+    operands=3350.0,
+    small_kernel=4.81,
     kernels={
         "aten": Kernels(
             dict.fromkeys(_GEMMS, _CUBLAS_TILES),
-            Rates({dtype: peak / 132 for dtype, peak in _CUBLAS_PEAK.items()}, tile=2.8),
-            start=4.0,
-            busy_sms={"allgather": 32, "reduce_scatter": 28, "allreduce": 28, "alltoall": 28},
+            Rates({dtype: peak / 132 for dtype, peak in _CUBLAS_PEAK.items()}, tile=0.64),
+            start=3.85,
+            busy_sms={"allgather": 55, "reduce_scatter": 48, "allreduce": 48, "alltoall": 48},
         ),
         "triton": Kernels(
             {dtype: candidates(dtype) for dtype in _GEMMS if dtype != "f64"}
             | {"f64": _CUBLAS_TILES},  # ATen computes f64
-            replace(TRITON, peak={**TRITON.peak, "f64": 60.0 / 132}, tile=3.0),
-            start=4.0,
-            busy_sms={"allgather": 12, "reduce_scatter": 48, "allreduce": 48, "alltoall": 48},
+            replace(replace(TRITON, peak={**TRITON.peak, "f64": 60.0 / 132}).scaled(1.11), tile=1.22),
+            start=3.63,
+            busy_sms={"allgather": 14, "reduce_scatter": 68, "allreduce": 68, "alltoall": 68},
         ),
     },
-    collective=22.5,
-    low_latency=7.3,
-    rates={"allgather": 375.0, "reduce_scatter": 360.0, "allreduce": 360.0, "alltoall": 360.0},
-    during_computation={"allgather": 0.92, "reduce_scatter": 0.6, "allreduce": 0.6, "alltoall": 0.6},
-    copy=3.5,
+    collective=22.2,
+    low_latency=6.46,
+    rates={
+        "allgather": 365.0,
+        "reduce_scatter": 372.0,
+        "allreduce": 385.0,
+        "alltoall": 360.0,
+    },
+    during_computation={
+        "allgather": 0.827,
+        "reduce_scatter": 0.732,
+        "allreduce": 0.686,
+        "alltoall": 0.732,
+    },
+    copy=6.05,
     link=365.0,
-    crowded=0.58,
-    push=7.7,
-    sm_rate=25.0,
-    during_push=0.88,
-    barrier=5.0,
-    signal=2.0,
+    crowded=0.597,
+    push=5.75,
+    sm_rate=24.5,
+    barrier=5.6,
+    signal=1.23,
     kernel_signal=2.5,
-    raised=2.0,
-    edge=5.0,
-    flag_wait=3.6,
-    poll=16.0,
-    poll_started=6.0,
+    raised=8.31,
+    edge=0.789,
+    flag_wait=9.48,
+    poll=7.56,
+    poll_started=5.2,
     launch=LAUNCH,
     host_lead=40.0,
-    source="measured on 8 x H200 with NVLink 4, and partly fitted to calls",
+    begin=4.52,
+    first_matmul=3.22,
+    captured=5.83,
+    all_reduce=4.05,
+    behind=3.99,
+    waited=6.22,
+    sending=346.0,
+    in_memory=7.93,
+    during_matmul=0.478,
+    ending=3.1,
+    source="fitted to calls on 2 x H100 and 2 x H200 with NVLink 4",
 )
-# By family: the microseconds that a kernel takes to start and end, and a tile outside its K loop.
-_START, _TILE_US = {"aten": 3.95, "triton": 3.53}, {"aten": 0.661, "triton": 1.32}
-_BUSY = {"aten": (55, 48), "triton": (14, 68)}  # SMs during an all-gather, and during other collectives
-H100 = replace(
-    H200,
-    name="h100",
-    throttle=0.0416,
-    memory=2220.0,
-    operands=2620.0,
-    small_kernel=4.56,
-    kernels={
-        family: replace(
-            kernels,
-            rates=replace(kernels.rates, tile=_TILE_US[family]),
-            start=_START[family],
-            busy_sms={name: _BUSY[family][name != "allgather"] for name in kernels.busy_sms},
-        )
-        for family, kernels in H200.kernels.items()
-    },
-    begin=6.27,
-    ending=3.17,
-    collective=23.6,
-    captured=5.94,
-    low_latency=7.36,
-    all_reduce=4.41,
-    rates={**H200.rates, "allgather": 375.0, "reduce_scatter": 362.0, "allreduce": 365.0},
-    during_computation={"allgather": 0.833, "reduce_scatter": 0.7, "allreduce": 0.706, "alltoall": 0.7},
-    sending=384.0,
-    during_matmul=0.479,
-    copy=12.7,
-    link=402.0,
-    crowded=0.62,
-    push=6.22,
-    sm_rate=24.5,
-    during_push=0.856,
-    barrier=5.41,
-    signal=1.23,
-    raised=8.38,
-    edge=0.5,
-    flag_wait=9.87,
-    poll=7.14,
-    poll_started=5.7,
-    issued={
-        "memory": 2900.0,
-        "small_kernel": 3.6,
-        "ending": 2.0,
-        "copy": 7.0,
-        "signal": 8.0,
-        "poll": 4.0,
-        "poll_started": 0.0,
-        "edge": 3.0,
-        "barrier": 9.0,
-    },
-    source="fitted to calls on 2 x H100 with NVLink 4",
-)
+H100 = replace(H200, name="h100", memory=2570.0, operands=2590.0)
 _CPU_PEAK = {"bf16": 0.02, "f16": 0.02, "f32": 0.05, "f64": 0.025, "f8": 0.02, "f8s": 0.02}
 _ON_CPU = {dtype: (Tile(1, 1, 1),) for dtype in _GEMMS}, Rates(_CPU_PEAK)
 CPU = Hardware(
@@ -323,7 +267,6 @@ CPU = Hardware(
     crowded=1.0,
     push=20.0,
     sm_rate=4.0,
-    during_push=1.0,
     barrier=100.0,
     signal=20.0,
     kernel_signal=20.0,

@@ -38,9 +38,10 @@ from hostir.kernels.matmul.schedule import Grid
 from hostir.kernels.matmul.tiles import Gemm, Tile, grouped_tile
 
 EPSILON = 1e-9
-UNTHROTTLED_FLOPS = 0.2e12  # a call with more floating point operations is slower: power limits the clock
-LEAST_PEAK = 0.81  # the share of the peak that is left however long a call computes
+UNTHROTTLED_FLOPS = 0.028e12  # a call with more floating point operations is slower: power limits the clock
+LEAST_PEAK = 0.76  # the share of the peak that is left however long a call computes
 LEFTOVER = 0.5  # the speed of a matmul on SMs that the last wave of another matmul leaves idle: both compete for L2
+SHORT_ALL_REDUCE = 1.5e6  # bytes: NCCL 2.28 takes the protocol of high rate for longer ones, even if it is slower
 ADDING = 6.0  # microseconds between a product and one that adds to its result, besides the bytes that it reads
 IN_SUM = 0.5  # microseconds of a computation that the kernel of a sum over ranks carries out, with few bytes
 GRAPH, EAGER = "graph", "eager"
@@ -88,9 +89,11 @@ def collective_us(
 
 def start(tasks: Sequence[CostTask], hardware: Hardware, mode: str) -> float:
     """Return the microseconds from the beginning of a call until its first task begins on the device."""
-    collectives = any(isinstance(task.work, CostTransfer) for task in tasks)
-    begin = hardware.begin if any(isinstance(task.work, Gemm) for task in tasks) else 0.0
-    return begin + (hardware.captured if mode == GRAPH and collectives else 0.0)
+    work = [task.work for task in tasks]
+    if not any(isinstance(each, Gemm) for each in work):
+        return hardware.begin
+    captured = mode == GRAPH and any(isinstance(each, CostTransfer) and each.by_nccl for each in work)
+    return hardware.begin + hardware.first_matmul + hardware.captured * captured
 
 
 def flops(tasks: Sequence[CostTask]) -> float:
@@ -196,7 +199,7 @@ class GemmCosts:
             streamed = [-(-(i + 1) * rows // count) / rows for i in range(count)]
             return end, tuple(max(t, start + streaming * x) for t, x in zip(flags, streamed, strict=True))
         sms = h.sms - task.overlapped_sms - task.reserved_sms
-        rates = self.rates_of(gemm).scaled(h.during_push if task.overlapped_sms else 1.0)
+        rates = self.rates_of(gemm)
         poll = h.poll_started if task.overlapped_sms else h.poll
         begins, tile = [max(start, arrival) + poll for arrival in arrivals], self.fastest(gemm, sms)
         flags = block_ends(tile, gemm, sms, rates, begins, count) if count else ()
@@ -231,7 +234,8 @@ class Costs:
         if isinstance(work, CostTransfer):
             return self.transfer(work) if work.ranks > 1 else 0.0
         if isinstance(work, CostCopy):
-            return self.copy(work, task.rank)
+            waits = task.joins or any(isinstance(before.work, Nothing) for before in task.after)
+            return self.copy(work) + (h.waited if waits and not work.sms else 0.0)
         if isinstance(work, CostBarrier):
             return h.barrier if work.ranks > 1 else 0.0
         if isinstance(work, EndOfCall):
@@ -268,15 +272,14 @@ class Costs:
         bytes_moved = in_triton if self.sums_in_triton else traffic.aten_bytes or traffic.bytes
         return bytes_moved / self.hardware.memory / 1e3
 
-    def copy(self, copy: CostCopy, rank: int) -> float:
+    def copy(self, copy: CostCopy) -> float:
         """Return the microseconds of a copy. The first copy of a kernel includes the start of the kernel."""
         h = self.hardware
         if not copy.sms:
             return h.copy + copy.bytes / h.link / 1e3
         if self.in_matmul(copy):  # the first copy includes the start of the kernel after the matmul
             return h.small_kernel * copy.first + copy.bytes / h.link / 1e3
-        rate = h.memory / 2 if copy.peer == rank else min(h.sm_rate * copy.sms, h.link)
-        return h.push * copy.first + copy.bytes / rate / 1e3
+        return h.push * copy.first + copy.bytes / min(h.sm_rate * copy.sms, h.link) / 1e3
 
     def in_matmul(self, work: TaskWork) -> bool:
         """Return True if the work is a copy that a matmul makes when it stores its result directly to the peer."""
@@ -296,8 +299,9 @@ class Costs:
             nics = between.senders * h.nic_share(between.sharers)
             moving = max(moving, between.bytes / nics / 1e3)
             latency = transfer.steps * (between.hosts - 1) * h.nic_latency
-        latency += h.all_reduce * (transfer.collective == "allreduce")
-        return latency + min(h.collective + moving, h.low_latency + 3 * moving)
+        sums_all = transfer.collective == "allreduce"
+        low, high = h.low_latency + 3 * moving, h.collective + h.all_reduce * sums_all + moving
+        return latency + (high if sums_all and transfer.bytes > SHORT_ALL_REDUCE else min(low, high))
 
     def speed_during(self, task: CostTask, collective: str) -> float:
         """Return the speed of a computation while a collective runs, relative to its speed when it runs alone."""
@@ -509,10 +513,17 @@ class Simulation:
             self._end(task)
             return
         waits = any(task.blocks)
-        activity = Activity(list(partners), inf if waits else self.costs.alone(task), self.now)
+        time = inf if waits else self.costs.alone(task) + self.added(task)
+        activity = Activity(list(partners), time, self.now)
         self.active.append(activity)
         if waits or task.raises:
             self._set_end(activity)
+
+    def added(self, task: CostTask) -> float:
+        """Return the microseconds that a task takes longer because of the task for which it waited longest."""
+        work, cause = task.work, self.cause.get(task)
+        behind = isinstance(work, CostTransfer) and work.by_nccl and cause is not None and isinstance(cause.work, Gemm)
+        return self.costs.hardware.behind if behind else 0.0
 
     def _end(self, task: CostTask) -> None:
         self.ended[task] = self.now
@@ -576,7 +587,7 @@ class Simulation:
                     a.rate = share / width
                 if a.task.rank in collectives:
                     a.rate *= self.costs.speed_during(a.task, collectives[a.task.rank])
-            elif isinstance(a.task.work, CostCopy):
+            elif isinstance(a.task.work, CostCopy) and a.task.work.peer != a.task.rank:
                 queues.setdefault((a.task.rank, a.task.work.to_peer), []).append(a)
         for queue in queues.values():
             if len({a.task.work.peer for a in queue if isinstance(a.task.work, CostCopy)}) > 1:

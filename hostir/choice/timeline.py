@@ -220,7 +220,7 @@ class Simulated:
 
     def __init__(self, tasks: Sequence[CostTask], hardware: Hardware, kernels: str) -> None:
         self.tasks, self.kernels = tasks, kernels
-        self.costs = Costs(hardware.on_streams, kernels, flops(tasks))
+        self.costs = Costs(hardware, kernels, flops(tasks))
         self.simulation, self.offset = Simulation(tasks, self.costs), start(tasks, hardware, EAGER)
         self.us = self.simulation.run() + self.offset
         self.texts: dict[int, str] = {}  # by the id of a statement
@@ -248,7 +248,7 @@ class Simulated:
         lane = "caller" if op is None else COMMUNICATION if op.by_group else op.lane
         ready = simulation.ready.get(task, simulation.begun[task])
         begin, end = ready + self.offset, simulation.ended[task] + self.offset
-        waited = max(0.0, end - begin - _alone(task, self.costs))
+        waited = max(0.0, end - begin - _alone(task, self.costs) - simulation.added(task))
         waits = any(task.blocks) or bool(task.partners)
         text = RESET if op is None else self.text(op.place.statement, program)
         return PredictedSpan(task.rank, lane, text, rounds, begin, end, waited if waits else 0.0, _resource(task))

@@ -154,6 +154,15 @@ def product(sizes: Iterable[Size]) -> Size:
     return result
 
 
+def _near(text: str) -> str:
+    """Return integers near a quotient of two numbers, as the end of a message; an empty string for other sizes."""
+    if not (quotient := re.fullmatch(r"(\d+)/(\d+)", text)):
+        return ""
+    above, below = map(int, quotient.groups())
+    low = above // below * below
+    return ", such as " + " or ".join(f"{n}/{below}" for n in (low, low + below) if n)
+
+
 @lru_cache(maxsize=4096)
 def _parse(text: str, span: Span | None) -> Size:
     if len(text) > MAX_CHARACTERS and not text.isdecimal():
@@ -174,7 +183,7 @@ def _parse(text: str, span: Span | None) -> Size:
         rest = rest[term.end() :]
         if not rest:
             if result.den != 1 and not result.symbols:
-                raise error(f"the size '{text}' is not an integer", span, expected="an integer")
+                raise error(f"the size '{text}' is not an integer", span, expected=f"an integer{_near(text)}")
             if max(result.num, result.den) >= 10**DIGITS:
                 raise _too_long(span)
             return result

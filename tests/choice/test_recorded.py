@@ -6,15 +6,11 @@ import json
 from pathlib import Path
 
 from benchmarks.regret import estimates_of, rows_of
-from hostir.choice import simulation
-from hostir.choice.cost import tasks_of
 from hostir.choice.hardware import H200
-from hostir.kernels.matmul.tiles import Gemm
-from tests.choice.fusions import scattered_rows
 
 OFTEN = 0.9
 PEERS = json.loads(Path(__file__).with_name("peers.json").read_text())
-SCATTERS = json.loads(Path(__file__).with_name("peers_reduce_scatter.json").read_text())["rows"]
+SUMS = json.loads(Path(__file__).with_name("sums.json").read_text())["rows"]
 
 
 def test_estimates_of_the_peers_are_near_their_times() -> None:
@@ -28,24 +24,8 @@ def test_estimates_of_the_peers_are_near_their_times() -> None:
 
 def test_estimates_of_a_matmul_and_a_reduction_by_nccl_are_near_their_times() -> None:
     ratios = {}
-    for row in [row for row in SCATTERS if "sequential_us" in row]:
+    for row in SUMS:
         (estimate,) = estimates_of({**row, "times": {"sequential aten": {}}}, H200).values()
         ratios[row["kind"], row["M"], row["N"], row["K"]] = estimate["graph"] / row["sequential_us"]
-    assert len(ratios) >= 20
-    assert sum(0.95 < ratio < 1.06 for ratio in ratios.values()) >= OFTEN * len(ratios) - 1, ratios
-    assert all(0.9 < ratio < 1.1 for (_, m, *_), ratio in ratios.items() if m >= 128), ratios
-
-
-def test_estimates_of_blocks_sent_when_computed_are_near_their_times() -> None:
-    ratios = {}
-    for row in [row for row in SCATTERS if "scatter_us" in row]:
-        shape = row["M"], row["N"], row["K"]
-        program = scattered_rows(row["ranks"], *shape)
-        tasks = tasks_of(program, {})
-        # The peer's matmul is another kernel. Its two barriers and memsets are not in the program.
-        alone = simulation.Costs(H200, "triton", simulation.flops(tasks)).gemms.time(Gemm(*shape, "bf16"))
-        beside = row["scatter_us"] - row["scatter_gemm_us"] - 2 * (H200.barrier + H200.small_kernel)
-        ratios[row["ranks"], shape] = simulation.estimates(tasks, H200, "triton")["graph"] / (alone + beside)
-    assert len(ratios) == 18
-    # Some rows took less time than their matmul alone: such differences are not exact.
-    assert sum(0.92 < ratio < 1.08 for ratio in ratios.values()) >= OFTEN * len(ratios), list(ratios.items())
+    assert len(ratios) == 17
+    assert all(0.95 < ratio < 1.08 for ratio in ratios.values()), ratios

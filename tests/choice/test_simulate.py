@@ -25,6 +25,7 @@ from hostir.torch.ops.grouped import _gather_fusion
 from tests.choice.fusions import scattered_rows
 from tests.counting import calls_of
 
+AT_ONCE = replace(H200, begin=0.0, first_matmul=0.0, captured=0.0)  # calls begin without delay
 COPY = 2 * 1024 * 4096 / 1e3 / H200.link  # microseconds of the bytes of `%a` on the link, whose rate is in GB/s
 HEAD = "hostir 1\nmesh @mesh [didx] = 0 1\nprogram @p(%a: bf16[2@didx, 1024, 4096], %b: bf16[4096, 4096]) -> (%c) "
 
@@ -38,7 +39,7 @@ def estimates(
 
 def estimate_us(body: str, mode: str = GRAPH) -> float:
     streams = "streams 2 " if "set_stream" in body else ""
-    return estimates(hi.parse(f"{HEAD}{streams}{{\n{body}\n}}\n"), {}, H200)[mode]
+    return estimates(hi.parse(f"{HEAD}{streams}{{\n{body}\n}}\n"), {}, AT_ONCE)[mode]
 
 
 BUFFERS = """
@@ -96,7 +97,9 @@ def test_copies_in_one_direction_do_not_overlap() -> None:
 """
     one = alone(copies)
     two = alone(f"{copies}\n  set_stream 0\n  put %a -> %y at (%r + 1) % 2 over didx\n  set_stream %user")
-    assert two - one == pytest.approx(COPY, abs=1)
+    assert two - one == pytest.approx(
+        H200.copy + COPY - H200.small_kernel
+    )  # the kernel that ends the call runs beside them
 
 
 def test_only_copies_with_several_peers_slow_each_other_down() -> None:
@@ -106,9 +109,9 @@ def test_only_copies_with_several_peers_slow_each_other_down() -> None:
         for n, peer in enumerate(peers):
             text += f"  %x{n}: bf16[3@didx, 1024, 4096] = allocate_symmetric\n  set_stream {n}\n"
             text += f"  synchronize %user\n  put %a -> %x{n} at (%r + {peer}) % 3 over didx\n"
-        return estimates(hi.parse(text + "}\n"), {}, H200, "triton")[GRAPH]
+        return estimates(hi.parse(text + "}\n"), {}, AT_ONCE, "triton")[GRAPH]
 
-    assert time_of(1, 1) - time_of(1) == pytest.approx(COPY + H200.copy, abs=1)
+    assert time_of(1, 1) - time_of(1) == pytest.approx(COPY + H200.copy + H200.waited, abs=1)
     assert time_of(1, 2) - time_of(1, 1) > 0.3 * COPY
 
 
@@ -149,7 +152,7 @@ def test_a_matmul_reserves_one_sm_for_signals_by_kernels() -> None:
     gemm, model = Gemm(128 * 11, 256 * 12, 4096, "bf16"), costs("triton")  # 132 tiles, one for each SM
     model.gemms.family = replace(H200.kernels["triton"], tiles={"bf16": candidates("bf16")[:1]})
     without, with_one = (model.by_blocks(waiting(gemm, 1, reserved_sms=n), 0.0, [0.0])[0] for n in (0, 1))
-    assert with_one > 1.8 * (without - H200.poll)
+    assert with_one > 1.5 * (without - H200.poll)
     fused = {n: hi.lower(patterns.allgather_matmul(ranks=4, S=1), "fused", n) for n in (1, 2)}
     assert {n: {t.reserved_sms for t in tasks_of(p, {}) if t.blocks} for n, p in fused.items()} == {1: {0}, 2: {1}}
 
@@ -294,7 +297,7 @@ def test_symbols_are_bound_by_sizes() -> None:
     text = "hostir 1\nmesh @m [didx] = 0 1\nprogram @p(%a: bf16[M, 64], %b: bf16[64, 64]) -> (%c) {\n"
     text += "  %c: bf16[M, 64] = allocate\n  matmul %a, %b -> %c\n}\n"
     program = hi.parse(text)
-    many, few = (estimates(program, {"M": m}, H200)[GRAPH] for m in (1 << 20, 128))
+    many, few = (estimates(program, {"M": m}, AT_ONCE)[GRAPH] for m in (1 << 20, 128))
     assert many > 10 * few
 
 

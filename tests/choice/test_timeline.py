@@ -40,8 +40,7 @@ def test_a_timeline_agrees_with_the_estimate_of_its_program(pattern: str, strate
     for kernels in ("cublas", "triton"):
         each = predict(program, {}, reference(H100, 2), kernels)
         tasks = tasks_of(program, {})
-        issued = H100.on_streams
-        estimate, later = estimates(tasks, issued, kernels), start(tasks, issued, GRAPH) - start(tasks, issued, EAGER)
+        estimate, later = estimates(tasks, H100, kernels), start(tasks, H100, GRAPH) - start(tasks, H100, EAGER)
         assert each.us + later == pytest.approx(estimate[GRAPH])
         assert max(each.us, each.host_us - H100.host_lead) == pytest.approx(estimate[EAGER])
         assert all(0 <= span.begin <= span.end <= each.us + 1e-6 for span in each.spans)
@@ -56,7 +55,7 @@ def test_a_timeline_agrees_with_the_estimate_of_its_program(pattern: str, strate
 def test_the_critical_path_leads_from_the_beginning_to_the_end(pattern: str, strategy: str) -> None:
     each = timeline(pattern, strategy)
     assert each.critical[-1].end == pytest.approx(each.us)
-    assert each.critical[0].begin <= H100.begin + 2 * H100.on_streams.edge + 2
+    assert each.critical[0].begin <= H100.begin + H100.first_matmul + 2 * H100.edge + 2
     for before, after in zip(each.critical, each.critical[1:], strict=False):
         assert before.begin <= after.end
         assert after.end >= before.end - 1e-6 or " done " in before.statement  # it raises flags before it ends
