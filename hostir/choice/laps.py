@@ -15,6 +15,7 @@ import torch
 from hostir.job.session import Session
 from hostir.kernels.pools import outside_pools
 
+L2_FLUSH = 256 << 20  # bytes written before each run: several times as many as L2 holds
 WAIT = 1_000_000  # clock cycles for which the device waits, about 0.5 ms: the host issues most runs in less
 
 
@@ -97,8 +98,7 @@ def _larger_than_l2() -> torch.Tensor | None:
     If it is overwritten before a run, the L2 cache does not contain the tensors of the run. Between two calls of a
     layer, the other layers of a model have the same effect.
     """
-    size = 2 * torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
     try:
-        return torch.empty(size, dtype=torch.uint8, device="cuda")
+        return torch.empty(L2_FLUSH, dtype=torch.uint8, device="cuda")
     except torch.cuda.OutOfMemoryError:
         return None

@@ -26,6 +26,7 @@ from hostir.call.parts import shard
 from hostir.call.random import random_inputs
 from hostir.choice.cache import Entry
 from hostir.choice.choices import Candidate
+from hostir.choice.laps import L2_FLUSH
 from hostir.ir.program import Program, uses_nccl
 from hostir.ir.source import HostIRError, error
 from hostir.job.session import Session
@@ -36,7 +37,6 @@ from hostir.machines.cuda.uses import capturing
 RUNS = {"cpu": 7, "cuda": 30}
 WARM = {"cpu": 1, "cuda": 4}
 CHECKED = 2  # calls with different inputs: leftovers of the first must not make the second look right
-L2_FLUSH = 256 << 20  # bytes written before each run: more than the L2 holds
 PATIENCE = 600.0  # seconds that a rank waits for the others, which may be compiling and tuning kernels
 Work = Callable[[], Any]
 Progress = Callable[[str], None]
