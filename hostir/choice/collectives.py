@@ -12,14 +12,14 @@ from hostir.choice.hardware import H100, Hardware
 from hostir.ir.comm_ops import COPY_ENGINE, LOW_LATENCY, ONE_SHOT, TWO_SHOT
 from hostir.kernels.matmul.estimate import IN_L2
 
-KERNEL = 10.6  # microseconds of a barrier, or of another kernel of torch's that moves few bytes
-COPY_IN_KERNEL = 855.0  # GB/s at which the kernel of `one_shot` copies its operand, counting reads and writes
+KERNEL = 10.8  # microseconds of a barrier, or of another kernel of torch's that moves few bytes
+COPY_IN_KERNEL = 853.0  # GB/s at which the kernel of `one_shot` copies its operand, counting reads and writes
 READ = 180.0  # GB/s at which the kernel of `one_shot` reads from peers
-MOVE = 393.0  # GB/s of `two_shot`, counting bytes as for NCCL: those that leave a rank, and half of those that it keeps
-SECOND_STEP = 4.02  # microseconds by which `two_shot` takes longer than `one_shot` with few bytes
-EXCHANGE = 4.61  # microseconds of `low_latency` with few bytes
+MOVE = 394.0  # GB/s of `two_shot`, counting bytes as for NCCL: those that leave a rank, and half of those that it keeps
+SEPARATE = 4.01  # microseconds by which `two_shot` with a separate result takes longer than in place
+EXCHANGE = 5.02  # microseconds of `low_latency` with few bytes
 SHORT = 20.0  # microseconds: if a sum by `low_latency` takes no longer, a matmul could hide little of it
-SMALL_COPY = 5.19  # microseconds of a copy of few bytes within the GPU
+SMALL_COPY = 5.17  # microseconds of a copy of few bytes within the GPU
 
 
 def implemented(transfer: CostTransfer, hardware: Hardware) -> float | None:
@@ -40,7 +40,7 @@ def implemented(transfer: CostTransfer, hardware: Hardware) -> float | None:
         return KERNEL + in_kernel + (ranks - 1) * size / READ
     if by in (ONE_SHOT, TWO_SHOT):
         steps = 2 if by == TWO_SHOT else 1
-        return copied + KERNEL + SECOND_STEP * (steps - 1) + size * (steps * (ranks - 1) + 0.5) / ranks / MOVE
+        return copied + KERNEL + SEPARATE * (steps - 1) + size * (steps * (ranks - 1) + 0.5) / ranks / MOVE
     if by == COPY_ENGINE:
         part = size / ranks
         to_workspace = 0.0 if transfer.in_workspace else SMALL_COPY + 2 * part / hardware.memory
@@ -77,5 +77,7 @@ def is_sooner(by: str, size: int, ranks: int) -> bool:
     )
     assert ours is not None
     assert torchs is not None
-    copied = SMALL_COPY + 2 * size / 1e3 / H100.memory if by == TWO_SHOT else 0.0
-    return ours + copied <= torchs
+    if by == TWO_SHOT:
+        ours += SMALL_COPY + 2 * size / 1e3 / H100.memory
+        torchs -= SEPARATE
+    return ours <= torchs

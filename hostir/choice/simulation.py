@@ -38,7 +38,7 @@ from hostir.kernels.matmul.schedule import Grid
 from hostir.kernels.matmul.tiles import Gemm, Tile, grouped_tile
 
 EPSILON = 1e-9
-UNTHROTTLED_FLOPS = 0.028e12  # a call with more floating point operations is slower: power limits the clock
+UNTHROTTLED_FLOPS = 0.026e12  # a call with more floating point operations is slower: power limits the clock
 LEAST_PEAK = 0.76  # the share of the peak that is left however long a call computes
 LEFTOVER = 0.5  # the speed of a matmul on SMs that the last wave of another matmul leaves idle: both compete for L2
 SHORT_ALL_REDUCE = 1.5e6  # bytes: NCCL 2.28 takes the protocol of high rate for longer ones, even if it is slower
