@@ -20,9 +20,9 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 import triton
 
+from hostir.choice.laps import L2_FLUSH
 from hostir.choice.measure import WallClock
 
-L2_FLUSH = 256 << 20  # bytes written before each run, more than L2 holds
 WARM = 4
 CALLS = 20  # the host time is the median of this number of calls that count
 

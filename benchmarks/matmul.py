@@ -32,6 +32,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness import environment, table, write
+from hostir.choice.laps import L2_FLUSH
 from hostir.kernels.flags.ready import ReadyFlags, no_timeouts, timeout_error
 from hostir.kernels.matmul.estimate import choose
 from hostir.kernels.matmul.matmul import matmul
@@ -44,7 +45,6 @@ ROWS = (64, 512, 2048, 4096, 8192, 16384)
 GATHER = ((1792, 4096), (3584, 8192), (6656, 16384))  # (N, K) of 8B, 70B and 405B layers over 8 ranks
 REDUCE = tuple((K, N) for N, K in GATHER)  # before a reduce-scatter
 BLOCKS = 8
-L2_FLUSH = 256 << 20  # bytes written between two runs
 HEAD_START = 400_000  # cycles the GPU sleeps before each run, so that launching from Python does not count
 BRIEF = 5  # runs of each tile in a sweep; the best FINAL tiles are timed again
 FINAL = 4

@@ -14,7 +14,7 @@ The peers:
              one_shot_all_reduce and two_shot_all_reduce_
 
 The operands are in symmetric memory, so `torch` copies none of them. Before an all-gather, hostir finds its operand in
-the memory that `executor.places` returns, and does not copy it either.
+the memory that `executor.places` returns. So `fused` and `push` do not copy it either; `ring` and `by copy_engine` do.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ class Scattered(Subject):
 class Gathered(Scattered):
     """An all-gather of `x`, `[M / ranks, N]`, to `y`, `[M, N]`. On GPUs, `x` is in symmetric memory.
 
-    So the peer `torch` does not copy `x`. For the same reason, hostir gets `x` in the memory of the executor, if the
-    program would copy it there: see `hi.Executor.places`.
+    So the peer `torch` does not copy `x`. For the same reason, hostir gets `x` in the memory of the executor, if
+    `hi.Executor.places` returns a place for it.
     """
 
     def __init__(self, row: Row, dtype: torch.dtype, job: Session) -> None:

@@ -16,8 +16,7 @@ listed apart.
 On GPUs, the device first computes matmuls, so that the host runs ahead and the clock is that of a busy GPU. The ranks
 begin together. torch.profiler gives the times of kernels and copies: events on streams would keep kernels from
 overlapping. The constants of the cost model are those of the GPU, scaled by a calibration at the start. In it, a matmul
-runs as the programs do, because the clock depends on what ran before. The constants were fitted to other programs,
-which `drawn(41)` and `drawn(43)` return.
+runs as the programs do, because the clock depends on what ran before. No constant is fitted to these programs.
 
 On CPUs, kernels, copies and collectives sleep for known times (benchmarks/sleeping.py), and nothing is computed. Units
 of at least 2 % of a call count. Sizes are an eighth. Programs of `push` are left out: SMs copy there, and CPUs have no

@@ -10,9 +10,8 @@ from __future__ import annotations
 from hostir.choice.cost import CostTransfer
 from hostir.choice.hardware import H100, Hardware
 from hostir.ir.comm_ops import COPY_ENGINE, LOW_LATENCY, ONE_SHOT, TWO_SHOT
-from hostir.kernels.matmul.estimate import IN_L2
 
-KERNEL = 10.8  # microseconds of a barrier, or of another kernel of torch's that moves few bytes
+KERNEL = 10.8  # microseconds of a kernel of torch's that moves few bytes
 COPY_IN_KERNEL = 853.0  # GB/s at which the kernel of `one_shot` copies its operand, counting reads and writes
 READ = 180.0  # GB/s at which the kernel of `one_shot` reads from peers
 MOVE = 394.0  # GB/s of `two_shot`, counting bytes as for NCCL: those that leave a rank, and half of those that it keeps
@@ -32,9 +31,7 @@ def implemented(transfer: CostTransfer, hardware: Hardware) -> float | None:
     copied = 0.0 if transfer.in_workspace else SMALL_COPY + 2 * size / hardware.memory
     if by == LOW_LATENCY:
         sent = (ranks - 1) * size / (ranks if keyword == "reduce_scatter" else 1)
-        in_l2 = min(sent, IN_L2 / 3e3)  # with the operand and the result
-        slow = min(hardware.sending, hardware.memory / hardware.in_memory)
-        return EXCHANGE + in_l2 / hardware.sending + (sent - in_l2) / slow
+        return EXCHANGE + sent / hardware.sending
     if by == ONE_SHOT and keyword == "allreduce":
         in_kernel = 0.0 if transfer.in_workspace else 2 * size / COPY_IN_KERNEL  # the kernel makes the copy
         return KERNEL + in_kernel + (ranks - 1) * size / READ

@@ -532,17 +532,17 @@ class RankTasks:
     def push(self, op: CopyOp, copy: CostCopy) -> None:
         """Add a copy of a kernel that copies on some SMs.
 
-        Two groups of SMs take turns with the copies. So the copy within the rank's memory runs beside the copies to
-        peers, on a lane of its own.
+        Two groups of SMs take turns with the copies. So copies within the rank's memory run beside the copies to peers,
+        on a lane of their own.
         """
         first = op is self.pushes[id(op)].ops[0]
         if first:
             self.before_push = self.last.get(op.stream)
         self.push_lane = op.stream
         if copy.peer == self.unrolled.rank:
-            self.push_lane = "own copy", op.stream
+            self.push_lane = "own copies", op.stream
             if self.before_push is not None:
-                self.last[self.push_lane] = self.before_push
+                self.last.setdefault(self.push_lane, self.before_push)
         begins = self.last.get(self.push_lane) is self.before_push
         task = self.issue(self.push_lane, replace(copy, first=begins), launch="push" if first else "")
         if first:
@@ -550,9 +550,9 @@ class RankTasks:
         self.end_push(op)
 
     def end_push(self, op: CopyOp | SignalOp) -> None:
-        """Make the stream wait for the copy within the rank's memory, if `op` is the last operation of its kernel."""
-        if op is self.pushes[id(op)].ops[-1] and (own := self.last.pop(("own copy", op.stream), None)):
-            self.issue(op.stream, Nothing(), own)
+        """Make the stream wait for the copies within the rank's memory, if `op` is the last operation of its kernel."""
+        if op is self.pushes[id(op)].ops[-1] and (own := self.last.pop(("own copies", op.stream), None)):
+            self.issue(op.stream, Nothing()).after.append(own)
 
     def signal(self, op: SignalOp) -> None:
         if op.sms:

@@ -88,7 +88,7 @@ def collective_us(
 
 
 def start(tasks: Sequence[CostTask], hardware: Hardware, mode: str) -> float:
-    """Return the microseconds from the beginning of a call until its first task begins on the device."""
+    """Return the microseconds that a call takes besides its tasks."""
     work = [task.work for task in tasks]
     if not any(isinstance(each, Gemm) for each in work):
         return hardware.begin
@@ -234,8 +234,7 @@ class Costs:
         if isinstance(work, CostTransfer):
             return self.transfer(work) if work.ranks > 1 else 0.0
         if isinstance(work, CostCopy):
-            waits = task.joins or any(isinstance(before.work, Nothing) for before in task.after)
-            return self.copy(work) + (h.waited if waits and not work.sms else 0.0)
+            return self.copy(work)
         if isinstance(work, CostBarrier):
             return h.barrier if work.ranks > 1 else 0.0
         if isinstance(work, EndOfCall):
@@ -288,7 +287,8 @@ class Costs:
     def transfer(self, transfer: CostTransfer) -> float:
         """Return the microseconds of a collective.
 
-        NCCL takes the faster of two protocols: low latency and high rate. The slower of links and NICs counts.
+        NCCL takes the faster of two protocols, low latency and high rate; see SHORT_ALL_REDUCE. The slower of links and
+        NICs counts.
         """
         if (time := implemented(transfer, self.hardware)) is not None:
             return time
@@ -442,6 +442,7 @@ class Simulation:
         ready: the time at which all dependencies of a task have ended. Its partners in a collective may come later.
         begun, ended: the times at which the tasks that have begun or ended did so.
         cause: for each task with dependencies, the dependency for which it waited longest.
+        added: the time by which a task takes longer because of its cause.
     """
 
     def __init__(self, tasks: Sequence[CostTask], costs: Costs) -> None:
@@ -451,6 +452,7 @@ class Simulation:
         self.begun: dict[CostTask, float] = {}
         self.ended: dict[CostTask, float] = {}
         self.cause: dict[CostTask, CostTask] = {}
+        self.added: dict[CostTask, float] = {}
         # For each task, the tasks that wait for it, and the time from its end to their start.
         self.followers: dict[CostTask, list[tuple[CostTask, float]]] = {}
         self.missing = {task: len(task.after) + len(task.joins) for task in tasks}  # the number of tasks to wait for
@@ -513,17 +515,37 @@ class Simulation:
             self._end(task)
             return
         waits = any(task.blocks)
-        time = inf if waits else self.costs.alone(task) + self.added(task)
-        activity = Activity(list(partners), time, self.now)
+        added = self._added(task)
+        self.added |= dict.fromkeys(partners, added)
+        activity = Activity(list(partners), inf if waits else self.costs.alone(task) + added, self.now)
         self.active.append(activity)
         if waits or task.raises:
             self._set_end(activity)
 
-    def added(self, task: CostTask) -> float:
+    def _added(self, task: CostTask) -> float:
         """Return the microseconds that a task takes longer because of the task for which it waited longest."""
-        work, cause = task.work, self.cause.get(task)
-        behind = isinstance(work, CostTransfer) and work.by_nccl and cause is not None and isinstance(cause.work, Gemm)
-        return self.costs.hardware.behind if behind else 0.0
+        h, work, cause = self.costs.hardware, task.work, self.cause.get(task)
+        if isinstance(work, CostTransfer) and work.by_nccl and cause is not None and isinstance(cause.work, Gemm):
+            return h.behind
+        return h.waited if isinstance(work, CostCopy) and not work.sms and self._has_waited(cause) else 0.0
+
+    def _has_waited(self, task: CostTask | None) -> bool:
+        """Return True if a stream waits before a task without work: for a flag, or for another stream.
+
+        `task` is the latest task of the stream. A flag that a peer sets while this rank sets the peer's makes it wait.
+        """
+        edge = self.costs.hardware.edge
+        while task is not None and isinstance(task.work, Nothing):
+            begun = self.begun[task] - EPSILON
+            own = next((each for each in task.after if _on_one_stream(each, task)), None)
+            others = [*task.after]
+            if own is not None:
+                others.remove(own)  # once: a signal of this rank may also stand for that of a peer
+            ends = [self.ended[each] for each in others] + [self.ended[each] + edge for each in task.joins]
+            if any(end >= begun for end in ends):
+                return True
+            task = own
+        return False
 
     def _end(self, task: CostTask) -> None:
         self.ended[task] = self.now
@@ -597,3 +619,10 @@ class Simulation:
         for a in self.active:
             if isinstance(a.task.work, CostTransfer) and any(task.rank in idle for task in a.tasks):
                 a.rate = self.costs.hardware.during_computation.get(a.task.work.collective, 1.0)
+
+
+def _on_one_stream(task: CostTask, other: CostTask) -> bool:
+    """Return True if a rank issues both tasks to one stream."""
+    if task.op is None or other.op is None or task.rank != other.rank:
+        return False
+    return task.op.lane == other.op.lane

@@ -248,7 +248,7 @@ class Simulated:
         lane = "caller" if op is None else COMMUNICATION if op.by_group else op.lane
         ready = simulation.ready.get(task, simulation.begun[task])
         begin, end = ready + self.offset, simulation.ended[task] + self.offset
-        waited = max(0.0, end - begin - _alone(task, self.costs) - simulation.added(task))
+        waited = max(0.0, end - begin - _alone(task, self.costs) - simulation.added.get(task, 0.0))
         waits = any(task.blocks) or bool(task.partners)
         text = RESET if op is None else self.text(op.place.statement, program)
         return PredictedSpan(task.rank, lane, text, rounds, begin, end, waited if waits else 0.0, _resource(task))

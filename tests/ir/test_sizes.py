@@ -61,6 +61,15 @@ def test_an_invalid_number_is_refused_as_a_size(value: object) -> None:
         Size.of(value)
 
 
+@pytest.mark.parametrize(
+    ("size", "expected"), [("10/4", "such as 8/4 or 12/4"), ("3/8", "such as 8/8"), ("2*3/4", "an integer")]
+)
+def test_a_quotient_that_is_no_integer_is_refused_with_others_nearby(size: str, expected: str) -> None:
+    with pytest.raises(HostIRError, match="is not an integer") as wrong:
+        Size.of(size)
+    assert expected in str(wrong.value)
+
+
 def test_binding_needs_every_symbol_and_leaves_no_remainder() -> None:
     assert Size.of("M*K/8").bind({"M": 4, "K": 6, "N": 1}) == 3
     with pytest.raises(HostIRError, match=r"the size M/8 is not an integer for M=12: 12/8"):
