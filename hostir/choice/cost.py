@@ -352,8 +352,9 @@ class RankTasks:
         self.in_matmuls = {id(op) for product in PushedProduct.of(unrolled, runs) for op in product.pushes.ops}
         sums = NormedSum.of(unrolled)
         self.in_sums = {id(op): size for each in sums for op, size in self.registers.bytes_in_sum(each)}
-        self.before_push: CostTask | None = None  # the latest task of the stream before the latest kernel that copies
-        self.push_lane: Any = CALLER  # the lane of the latest copy of such a kernel
+        # The latest kernel that copies: the task before it on its stream, and the lane of its latest copy.
+        self.before_push: CostTask | None = None
+        self.push_lane: Any = CALLER
         self.pushed: dict[int, CostTask] = {}  # by stream: the first copy of the latest kernel that copies
         for op in unrolled.ops:
             count = len(self.tasks)

@@ -440,7 +440,7 @@ class Simulation:
 
     Fields:
         ready: the time at which all dependencies of a task have ended. Its partners in a collective may come later.
-        begun, ended: the times at which the tasks that have begun or ended did so.
+        begun, ended: the times at which tasks began and ended so far.
         cause: for each task with dependencies, the dependency for which it waited longest.
         added: the time by which a task takes longer because of its cause.
     """
@@ -532,7 +532,8 @@ class Simulation:
     def _has_waited(self, task: CostTask | None) -> bool:
         """Return True if a stream waits before a task without work: for a flag, or for another stream.
 
-        `task` is the latest task of the stream. A flag that a peer sets while this rank sets the peer's makes it wait.
+        `task` is the latest task of the stream. The stream also waits if this rank and a peer signal each other at the
+        same time: each signal takes a while to arrive.
         """
         edge = self.costs.hardware.edge
         while task is not None and isinstance(task.work, Nothing):
@@ -540,7 +541,7 @@ class Simulation:
             own = next((each for each in task.after if _on_one_stream(each, task)), None)
             others = [*task.after]
             if own is not None:
-                others.remove(own)  # once: a signal of this rank may also stand for that of a peer
+                others.remove(own)  # once: rank 0 stands for all ranks, so its signal may also be the peer's signal
             ends = [self.ended[each] for each in others] + [self.ended[each] + edge for each in task.joins]
             if any(end >= begun for end in ends):
                 return True
