@@ -56,7 +56,6 @@ from hostir.machines.cuda.timeline import Timeline
 from hostir.machines.cuda.uses import LATE, hold, release
 from hostir.machines.gloo.machine import GlooMachine, GlooPlan
 from hostir.machines.trace import Trace
-from hostir.plan.operations import NONE
 from hostir.plan.unroll import message_teams_of, teams_of, unroll
 from hostir.plan.unrolled import UnrolledProgram
 
@@ -279,8 +278,7 @@ class RankExecutor(Executor):
             # A new plan has issued copies to the current stream. The caller may make its call on another stream.
             if self.machine == "cuda" and not torch.cuda.is_current_stream_capturing():
                 torch.cuda.current_stream(self._machine.device).synchronize()
-        registers = places(plan.unrolled, plan.memory)
-        return tuple(None if register == NONE else plan.registers[register] for register in registers)
+        return places(plan.unrolled, plan.memory, plan.registers)
 
     def recover(self) -> None:
         """Do what the first call after a failure does before it runs: raise the failure, or renew the shared state.

@@ -6,17 +6,20 @@ The gloo machine and the CUDA machine use them. The closures of a plan work on o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
+from math import prod
 from typing import Any
 
 import torch
 
 from hostir.ir.machine import Done
 from hostir.ir.regions import dense_strides
+from hostir.job.offers import WORKSPACE
 from hostir.job.symmetric import SharedMemory, touches
 from hostir.kernels.contractions import REPEATABLE
 from hostir.kernels.dtypes import torch_dtype
 from hostir.kernels.layout import row_pieces, source_pieces, with_rows
 from hostir.kernels.repeats import Kernel, repeating
+from hostir.plan.lifetimes import input_in_workspace
 from hostir.plan.operations import NONE, AllocateOp, ComputeOp, CopyOp, ViewOp, overlap
 from hostir.plan.unroll import unroll
 from hostir.plan.unrolled import UnrolledProgram
@@ -174,20 +177,21 @@ def completed(done: Done, block: int, blocks: int, computed: Set[int]) -> list[i
     return [flag for flag, needed in rows.items() if block in needed and computed >= set(needed)]
 
 
-def places(unrolled: UnrolledProgram, memory: SharedMemory | None) -> tuple[int, ...]:
-    """Return, for each input, the register of the symmetric memory to which the program copies the input.
+def places(unrolled: UnrolledProgram, memory: SharedMemory | None, registers: Sequence[Any]) -> tuple[Part, ...]:
+    """Return, for each input, the symmetric memory to which the program copies it; None if there is no such copy.
 
-    The register is NONE if the program does not copy the input to symmetric memory. Otherwise the caller can write the
-    input directly to this memory, which saves the copy.
+    The caller can write the input directly to this memory, which saves the copy. `registers` are those of the plan.
 
-    Memory that peers read gives NONE, too: a peer may read it until this rank's next call waits for the peer, but the
-    caller writes the input before that call. Memory that the program also writes in another way gives NONE, because one
-    of the two writes would be lost.
+    Memory that peers read gives None: a peer may read it until this rank's next call waits for the peer, but the caller
+    writes the input before that call. Only the workspace of collectives is free to be written after a call. Memory that
+    the program also writes in another way gives None, because one of the two writes would be lost.
     """
-    targets = dict.fromkeys(unrolled.inputs, NONE)
+    targets: dict[int, Part] = dict.fromkeys(unrolled.inputs)
     if memory is None:
         return tuple(targets.values())
     me = unrolled.rank
+    if (x := input_in_workspace(unrolled)) is not None:
+        targets[x] = workspace(unrolled, memory, x)
     local = {register: op.home for register, op in unrolled.symmetric.items() if op.rank == me}
     at = unrolled.extents
     writes = [(home, at[r]) for op in unrolled.ops for r in op.writes if (home := local.get(unrolled.buffers[r]))]
@@ -198,8 +202,15 @@ def places(unrolled: UnrolledProgram, memory: SharedMemory | None) -> tuple[int,
         home = local.get(unrolled.buffers[op.out]) if isinstance(op, CopyOp) else None
         if isinstance(op, CopyOp) and op.x in targets and home is not None and (*home, me) not in memory.read:
             writers = sum(home == place and overlap(at[op.out], [extent]) for place, extent in writes)
-            targets[op.x] = op.out if writers == 1 else targets[op.x]
+            targets[op.x] = registers[op.out] if writers == 1 else targets[op.x]
     return tuple(targets.values())
+
+
+def workspace(unrolled: UnrolledProgram, memory: SharedMemory, register: int) -> torch.Tensor:
+    """Return the beginning of this rank's workspace, with the shape and the dtype of the tensor in a register."""
+    shape, buffer = unrolled.layouts[register].shape, unrolled.buffers[register]
+    flat = memory.flat[WORKSPACE, unrolled.rank].view(torch_dtype(unrolled.dtypes[buffer]))
+    return flat[: prod(shape)].view(shape)
 
 
 def copy_here(out: torch.Tensor, x: torch.Tensor, copy: Copy) -> None:

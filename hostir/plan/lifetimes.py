@@ -109,6 +109,31 @@ def awaited_at_once(unrolled: UnrolledProgram) -> frozenset[int]:
     return frozenset(handle for handle in at_once if waits[handle] == 1)
 
 
+def in_workspaces(unrolled: UnrolledProgram) -> dict[int, CollectiveOp]:
+    """Return the collectives that use the workspace, by their positions; none if ranks may do different things.
+
+    Collectives `by low_latency` use slots instead.
+    """
+    if any(s.conditional for s in unrolled.program.walk()):
+        return {}
+    named = {at: op for at, op in enumerate(unrolled.ops) if isinstance(op, CollectiveOp) and op.by}
+    return {at: op for at, op in named.items() if op.by != LOW_LATENCY}
+
+
+def input_in_workspace(unrolled: UnrolledProgram) -> int | None:
+    """Return the register of the input that the caller may compute in the workspace; None if there is none.
+
+    A single collective uses the workspace, and the input is its operand. The collective leaves the workspace as it is,
+    and ends after all ranks have read it. torch's kernels for all-reduces store parts of their results there.
+    """
+    collectives = [*in_workspaces(unrolled).values()]
+    if len(collectives) != 1 or collectives[0].communication == "allreduce":
+        return None
+    written = {unrolled.buffers[register] for op in unrolled.ops for register in op.writes}
+    x = collectives[0].x
+    return x if x in unrolled.inputs and x not in written else None
+
+
 def workspace_buffers(unrolled: UnrolledProgram) -> frozenset[int]:
     """Return the buffers that may lie in the workspace of collectives, so that the collectives need not copy them.
 
@@ -120,10 +145,7 @@ def workspace_buffers(unrolled: UnrolledProgram) -> frozenset[int]:
     these collectives may run beside other operations, or if ranks may do different things: the result must be the same
     on all ranks.
     """
-    named = {at: op for at, op in enumerate(unrolled.ops) if isinstance(op, CollectiveOp) and op.by}
-    collectives = {at: op for at, op in named.items() if op.by != LOW_LATENCY}
-    if not collectives or any(s.conditional for s in unrolled.program.walk()):
-        return frozenset()
+    collectives = in_workspaces(unrolled)
     if not awaited_at_once(unrolled).issuperset(op.handle for op in collectives.values()):
         return frozenset()
     uses: dict[int, list[int]] = {}

@@ -2,9 +2,10 @@
 
 `low_latency` launches a kernel of hostir: see `hostir.kernels.low_latency`. The others use operators of torch. All of
 these that belong to a program and kind of sizes share one workspace in symmetric memory, and the signal pads that torch
-keeps with it. An operand is computed in the workspace if nothing else needs the workspace meanwhile. Otherwise it is
-copied there. Those by `low_latency` share slots instead. So all collectives that name an implementation run one after
-another. The kernel of a sum by `low_latency` may also carry out what follows the sum: see `NormedSum`.
+keeps with it. An operand is computed in the workspace if nothing else needs the workspace meanwhile. The caller may
+compute an input there, too: see `hostir.machines.binding.places`. Other operands are copied there. Those by
+`low_latency` share slots instead. So all collectives that name an implementation run one after another. The kernel of a
+sum by `low_latency` may also carry out what follows the sum: see `NormedSum`.
 
 If the next operation awaits each of these collectives, they run on the caller's stream. Otherwise they run on a
 separate stream, like the collectives of NCCL. Collectives of NCCL among the same ranks then follow that stream, too,
@@ -19,18 +20,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property, partial
-from math import prod
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hostir.ir.comm_ops import COPY_ENGINE, LOW_LATENCY, ONE_SHOT, TWO_SHOT, UNIT
 from hostir.ir.source import error
-from hostir.job.offers import SLOTS, WORKSPACE
+from hostir.job.offers import SLOTS
 from hostir.job.symmetric import SharedMemory
 from hostir.kernels.dtypes import torch_dtype
-from hostir.machines.binding import Step
+from hostir.machines.binding import Step, copy_here, workspace
 from hostir.machines.cuda import torchs
 from hostir.machines.cuda.context import PlanContext
 from hostir.machines.cuda.streams import current, own_stream
@@ -134,10 +134,7 @@ class SymmetricCollectives:
 
     def space(self, register: int) -> torch.Tensor:
         """Return the beginning of the workspace, with the shape and the dtype of the tensor in a register."""
-        unrolled = self.context.unrolled
-        x = unrolled.layouts[register]
-        flat = self.memory.flat[WORKSPACE, unrolled.rank].view(torch_dtype(unrolled.dtypes[x.buffer]))
-        return flat[: prod(x.shape)].view(x.shape)
+        return workspace(self.context.unrolled, self.memory, register)
 
     def low_latency(self, op: CollectiveOp) -> Run:
         """Return a function that launches hostir's kernel for an all-reduce or a reduce-scatter."""
@@ -179,7 +176,7 @@ class SymmetricCollectives:
 
     def fill(self, op: CollectiveOp, space: torch.Tensor) -> Callable[[torch.Tensor], object]:
         """Return a function that copies the operand of a collective to the workspace, unless it lies there."""
-        return (lambda x: None) if self.is_there(op) else partial(copy, space)
+        return (lambda x: None) if self.is_there(op) else lambda x: copy_here(space, x, copy)
 
     def one_shot(self, op: CollectiveOp, space: torch.Tensor) -> Run:
         """Return a function that issues a one-shot all-reduce.

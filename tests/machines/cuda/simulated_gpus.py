@@ -172,6 +172,11 @@ class Gpus:
 
         return issue
 
+    def written(self, home: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Return `home`, to which the current stream writes a copy of `x`."""
+        self.current.add(lambda: home.copy_(x))
+        return home
+
     def synchronize(self, device: torch.device) -> None:
         """Run all queues until they are empty. Other threads run them, too, and raise flags meanwhile."""
         while any(s.tasks for s in self.streams):

@@ -266,4 +266,4 @@ def test_memory_with_another_writer_is_no_place_for_an_input(
 ) -> None:
     inputs = [[torch.randn(1, 4)] for _ in range(2)]
     for plan in plans(gpus, program(body), inputs, monkeypatch):
-        assert places(plan.unrolled, plan.memory) == (0,)
+        assert places(plan.unrolled, plan.memory, plan.registers) == (None,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from random import Random
@@ -26,7 +27,7 @@ from hostir.machines.cuda.machine import CudaMachine
 from hostir.machines.cuda.timeline import Timeline
 from hostir.machines.normed import NormedSum
 from hostir.machines.trace import Trace
-from hostir.plan.lifetimes import workspace_buffers
+from hostir.plan.lifetimes import input_in_workspace, workspace_buffers
 from hostir.plan.operations import NONE, AllocateOp, CollectiveOp
 from hostir.plan.unroll import unroll
 from tests.machines.cuda.simulated_gpus import Event, Gpus, Handle, Stream, gpus, plans
@@ -237,6 +238,33 @@ def scattered(ranks: int, by: str = "one_shot") -> Program:
     return program(ranks, body, f"f32[{ranks}, 8] partial(didx)", y)
 
 
+GATHERED_TWICE = """%z: f32[2, 3] = allocate
+%g = allgather %x -> %z over didx by copy_engine
+wait %g
+%y: f32[2, 3] = allocate
+%h = allgather %x -> %y over didx by copy_engine
+wait %h"""
+WRITTEN = """relu %x -> %x
+%y: f32[2, 3] = allocate
+%h = allgather %x -> %y over didx by copy_engine
+wait %h"""
+COMPUTED = """%z: f32[2@didx, 3] = allocate
+relu %x -> %z
+%y: f32[2, 3] = allocate
+%h = allgather %z -> %y over didx by copy_engine
+wait %h"""
+CONDITIONAL = """hostir 1
+mesh @mesh [didx] = 0 1
+program @p(%x: f32[2@didx, 3]) -> (%y) {
+  %r = rank of %x over didx
+  %y: f32[2, 3] = allocate
+  %h = allgather %x -> %y over didx by copy_engine
+  wait %h
+  if %r == 0 { relu %y -> %y }
+}
+"""
+
+
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize(
     "text",
@@ -281,6 +309,78 @@ def test_a_thousand_sums_have_the_bits_of_a_sum_in_the_order_of_ranks(
         outs |= {(n, rank): plan.run([x])[0] for n, x in enumerate(xs[:, rank])}
     gpus.run(Random())  # ranks are late by random times
     assert all(torch.equal(out, wanted[n]) for (n, _), out in outs.items())
+
+
+IN_PLACE = [*(gathered(ranks) for ranks in (2, 3, 4)), *(scattered(ranks) for ranks in (2, 4))]
+
+
+@pytest.mark.parametrize("executors", [1, 2])
+@pytest.mark.parametrize("text", IN_PLACE, ids=lambda p: f"{p.body[1].keyword()} {p.ranks}")
+def test_the_caller_may_compute_an_input_in_the_workspace(
+    text: Program, executors: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[int] = []
+    monkeypatch.setattr(SymmetricCollectives, "fill", recording_copies(copied))
+    for seed in range(6):
+        check_calls(text, gpus, seed, monkeypatch, calls=4, executors=executors, in_place=True)
+    assert not copied
+    check_calls(text, gpus, 0, monkeypatch, calls=4, executors=executors)
+    assert len(copied) == 4 * text.ranks
+
+
+def recording_copies(copied: list[int]) -> Callable[..., Any]:
+    """Return a method in the place of `SymmetricCollectives.fill` that records the ranks that copy their operands."""
+    fill = SymmetricCollectives.fill
+
+    def recorded(self: SymmetricCollectives, op: CollectiveOp, space: torch.Tensor) -> Callable[[torch.Tensor], object]:
+        filled = fill(self, op, space)
+
+        def run(x: torch.Tensor) -> None:
+            before = len(self.handle.gpus.current.tasks)
+            filled(x)
+            copied.extend([self.context.unrolled.rank] * (len(self.handle.gpus.current.tasks) - before))
+
+        return run
+
+    return recorded
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+def test_both_barriers_of_a_gather_are_needed(kept: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    barrier, count = Kernels.barrier, Counter[Kernels]()
+
+    def one_of_two(self: Kernels) -> None:
+        if count[self] % 2 == kept:
+            barrier(self)
+        count[self] += 1
+
+    monkeypatch.setattr(Kernels, "barrier", one_of_two)
+
+    def run_until_it_fails() -> None:
+        for seed in range(40):
+            check_calls(gathered(2), gpus, seed, monkeypatch, calls=4, in_place=True)
+
+    with pytest.raises(AssertionError):
+        run_until_it_fails()
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        (gathered(2), True),
+        (scattered(2), True),
+        (scattered(2, "low_latency"), False),  # it uses slots
+        (reduced("one_shot", 2), False),  # the kernel copies the operand itself
+        (reduced("two_shot", 2), False),  # the kernel stores parts of the result in the workspace
+        (program(2, GATHERED_TWICE, "f32[2@didx, 3]", "f32[2, 3]"), False),
+        (program(2, WRITTEN, "f32[2@didx, 3]", "f32[2, 3]"), False),
+        (program(2, COMPUTED, "f32[2@didx, 3]", "f32[2, 3]"), False),
+        (hi.parse(CONDITIONAL), False),
+    ],
+)
+def test_an_input_has_a_place_in_the_workspace_if_nothing_else_uses_the_workspace(text: Program, place: bool) -> None:
+    (x,) = unroll(text, 0, {}).inputs
+    assert input_in_workspace(unroll(text, 0, {})) == (x if place else None)
 
 
 SLICES = """%y: f32[4, 8, 8] = allocate

@@ -45,10 +45,12 @@ def check_calls(
     sizes: dict[str, int] | None = None,
     layout: Callable[[torch.Tensor], torch.Tensor] = torch.clone,
     executors: int = 1,
+    in_place: bool = False,
 ) -> None:
     """Issue calls of all ranks at once, and compare results bit for bit with simulated ranks in program order.
 
-    Several executors of the program take turns, and each call may be on any stream.
+    Several executors of the program take turns, and each call may be on any stream. With `in_place`, the callers write
+    their inputs to the memory that `places` returns.
     """
     sizes = sizes or {}
     random = Random(seed)
@@ -70,8 +72,11 @@ def check_calls(
             gpus.current = caller = random.choice(callers[rank])
             if executors > 1:
                 order.follow()
-            mine = [x if x is None else layout(x) for x in inputs[call][rank]]
-            outputs.append((call, rank, random.choice(ready[rank]).run(mine)))
+            mine, plan = [x if x is None else layout(x) for x in inputs[call][rank]], random.choice(ready[rank])
+            if in_place:
+                homes = places(plan.unrolled, plan.memory, plan.registers)
+                mine = [x if home is None else gpus.written(home, x) for home, x in zip(homes, mine, strict=True)]
+            outputs.append((call, rank, plan.run(mine)))
             for x in mine:  # the caller overwrites its inputs as soon as its stream gets there
                 if x is not None:
                     gpus.current.add(lambda x=x: x.fill_(undefined(x.dtype)))
@@ -445,7 +450,7 @@ fusion @two(%a: f32[8@didx, 8], %b: f32[8, 5]) -> (%c, %d) {
     kernels = {**gpus.kernels(), "copy": lambda *_: pytest.fail("copied")}
     monkeypatch.setattr(Gpus, "kernels", lambda _: kernels)
     ready = plans(gpus, program, inputs, monkeypatch)
-    targets = [[plan.registers[r] for r in places(plan.unrolled, plan.memory)] for plan in ready]
+    targets = [places(plan.unrolled, plan.memory, plan.registers) for plan in ready]
     assert [x[1] for x in targets] == [None, None], "b is not copied anywhere"
     outputs = []
     for (a, b), (home, _), plan in zip(inputs, targets, ready, strict=True):
@@ -461,7 +466,7 @@ fusion @two(%a: f32[8@didx, 8], %b: f32[8, 5]) -> (%c, %d) {
 def test_memory_that_peers_read_is_no_place_for_an_input(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = [[torch.randn(1, 1, 4, 8), torch.randn(8, 5)] for _ in range(2)]
     for plan in plans(gpus, lowered("ring", 2), inputs, monkeypatch):
-        assert places(plan.unrolled, plan.memory) == (0, 0)
+        assert places(plan.unrolled, plan.memory, plan.registers) == (None, None)
 
 
 NEVER = """hostir 1

@@ -60,7 +60,7 @@ from hostir.machines.cuda.tape import (
 )
 from hostir.machines.cuda.taped import IssuedSteps, Tapes
 from hostir.machines.cuda.timeline import Timeline
-from hostir.plan.operations import NONE, AllocateOp, CollectiveOp, ComputeOp
+from hostir.plan.operations import AllocateOp, CollectiveOp, ComputeOp
 from hostir.plan.unroll import unroll
 from hostir.plan.unrolled import UnrolledProgram
 from tests.counting import calls_of
@@ -438,7 +438,7 @@ def test_later_plans_for_captures_are_made_without_the_other_ranks(captured: Cap
 
 
 def test_places_also_give_the_plan_for_captures(captured: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank, "places", lambda unrolled, memory: ())
+    monkeypatch.setattr(rank, "places", lambda unrolled, memory, registers: ())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=list))
     captured.executor.places(*captured.inputs)
     assert captured.push.for_captures is captured.ring
@@ -653,9 +653,9 @@ def test_an_input_in_its_place_in_symmetric_memory_once_may_be_elsewhere_later(
     program = hi.lower(fusion, "push")
 
     def placed(plan: Any) -> list[torch.Tensor | None]:
-        home, _ = places(plan.unrolled, plan.memory)
-        assert home != NONE
-        return [plan.registers[home], inputs_of(program, 0)[1]]
+        home, _ = places(plan.unrolled, plan.memory, plan.registers)
+        assert home is not None
+        return [home, inputs_of(program, 0)[1]]
 
     for by_native, by_python in native_and_python(program, placed, gpu, driver, module):
         assert by_native == by_python
