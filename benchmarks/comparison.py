@@ -296,8 +296,8 @@ def lowered(subject: Subject, program: hi.Program, variant: Variant, mode: str, 
 
 def compiled(subject: Subject, mode: str) -> Candidate:
     """Return the choice of `hi.compile` after its trial, called with `out=`, eagerly or from a CUDA graph."""
-    inputs, out = subject.inputs(1), subject.out(1)
-    executor, estimate = settled(subject.fusion(1), mode, lambda executor: executor(*inputs, out=out))
+    out = subject.out(1)
+    executor, estimate = settled(subject.fusion(1), mode, lambda it: it(*subject.inputs_of(it, 1), out=out))
     candidate = with_out(COMPILED, executor, subject.inputs_of(executor, 1), out, mode)
     replays_itself = subject.on_gpu and not replayed_by_caller(executor) and not executor.choice.plain
     if (mode == GRAPH) != replays_itself:
@@ -308,10 +308,10 @@ def compiled(subject: Subject, mode: str) -> Candidate:
 
 def captured(subject: Subject) -> Candidate:
     """Return a CUDA graph that captures the second call of an executor of `hi.compile`, with an empty cache."""
-    inputs, out = subject.inputs(1), subject.out(1)
+    out = subject.out(1)
     with compiled_with_empty_cache(subject.fusion(1), graphs=False) as executor:
-        executor(*inputs, out=out)
-        inputs = subject.inputs_of(executor, 1)
+        executor(*subject.inputs_of(executor, 1), out=out)
+        inputs = subject.inputs_of(executor, 1)  # the trial may have chosen a candidate with other places
         return Candidate(CAPTURED, GRAPH, True, replayed(lambda: executor(*inputs, out=out)[0]))
 
 

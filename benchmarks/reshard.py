@@ -109,7 +109,7 @@ class Gathered(Scattered):
     """An all-gather of `x`, `[M / ranks, N]`, to `y`, `[M, N]`. On GPUs, `x` is in symmetric memory.
 
     So the peer `torch` does not copy `x`. For the same reason, hostir gets `x` in the memory of the executor, if
-    `hi.Executor.places` returns a place for it.
+    `hi.Executor.places` returns a place for it. The trials of `hi.compile` run with `x` there, too.
     """
 
     def __init__(self, row: Row, dtype: torch.dtype, job: Session) -> None:

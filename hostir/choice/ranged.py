@@ -114,7 +114,7 @@ class RangedExecutor(Executor):
 
     @untraced
     def places(self, *inputs: Any) -> tuple[Part, ...]:
-        # The caller is going to use memory of one candidate. Without a result of this call, there is nothing to time.
+        # There is nothing to time: the inputs may have no values yet. The first call tries the candidates.
         return self._for(inputs, None, tries=False).places(*inputs)
 
     @property
@@ -151,7 +151,7 @@ class RangedExecutor(Executor):
     def _for(self, inputs: Sequence[Any], out: Any, tries: bool = True) -> Executor:
         """Return the executor for a call with these inputs. If it is the first in its range, try candidates before.
 
-        If `tries` is False, no candidates are tried, and later calls in the range try none either.
+        If `tries` is False, leave that to the next call, and return the executor of the best candidate known so far.
         """
         latest, executor = self._latest
         extents = self._extents(inputs)
@@ -160,12 +160,15 @@ class RangedExecutor(Executor):
         sizes = self._sizes(inputs, executor)
         if sizes is None:  # keep `_latest`: a later, correct call may have the same extents
             return executor
-        name = key(self.ranges.representative(sizes))
+        name, known = key(self.ranges.representative(sizes)), sizes if self.ranges.free else self.ranges.fixed
         if name not in self._settled:
-            if tries and (rivals := self.ranges.rivals(sizes)):
+            rivals = self.ranges.rivals(sizes)
+            if rivals and not tries:
+                return self._executor(self.ranges.candidate(known))
+            if rivals:
                 self._try(name, sizes, rivals, inputs, out)
             self._settled.add(name)
-        suitable = self._executor(self.ranges.candidate(sizes if self.ranges.free else self.ranges.fixed))
+        suitable = self._executor(self.ranges.candidate(known))
         self._latest = extents, suitable
         return suitable
 

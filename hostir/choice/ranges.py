@@ -141,7 +141,7 @@ class Ranges:
         return tuple(rivals)
 
     def tried(
-        self, sizes: Mapping[str, int], choice: Choice, estimates: Sequence[Timing], first: bool, progress: TrialState
+        self, sizes: Mapping[str, int], choice: Choice, estimates: Sequence[Timing], writes: bool, progress: TrialState
     ) -> None:
         """Replace the choice for the sizes of a call by the result of a trial so far.
 
@@ -149,7 +149,7 @@ class Ranges:
             sizes: the sizes of the call.
             choice: the choice before the trial.
             estimates: the candidates of the trial, with their estimated times.
-            first: True on the rank that writes the measurements to the cache when the trial has ended.
+            writes: True if this rank writes the measurements to the cache when the trial has ended.
             progress: the state of the trial.
         """
         timings = [
@@ -176,7 +176,7 @@ class Ranges:
         )
         if progress.done:
             log_choice(self.choices[key(self.representative(sizes))])
-            if first:
+            if writes:
                 self._keep(sizes, progress)
 
     def _keep(self, sizes: Mapping[str, int], progress: TrialState) -> None:

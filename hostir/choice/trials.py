@@ -24,6 +24,9 @@ Calls that the caller captures may run another candidate: see `Choice.captured`.
 Calls that are started asynchronously run the candidate that is the fastest in the trial. Their time is not measured,
 because it depends on the work that they overlap.
 
+The inputs of the first call may lie in symmetric memory of the first candidate: see `Executor.places`. This candidate
+then makes no copy of them, but the others do. The times hold only for such calls, so they are not kept.
+
 If a challenger cannot be planned, or if a call of it fails on a rank, all ranks leave it out, and rank 0 warns. After
 a failed call the other ranks may wait for the rest of the call. So all ranks renew their shared state, as they do after
 any call that ended midway. The trial goes on, and the caller gets no error. If the champion fails, or if an interrupt
@@ -111,6 +114,7 @@ class Trial:
         self.host: dict[Candidate, float] = {}  # the host's time for a call on the slowest rank, in microseconds
         self.uncaptured: set[Candidate] = set()  # candidates that cannot be captured: their calls are timed
         self.replaying: set[Candidate] = set()  # candidates whose executors can replay the caller's calls
+        self.in_places: list[tuple[torch.Tensor, torch.Tensor]] = []  # inputs in symmetric memory, with copies of them
 
     def run(self, inputs: Sequence[Any], out: Any) -> None:
         """Try the candidates with the tensors of a call. All ranks call this, in the same call.
@@ -118,8 +122,11 @@ class Trial:
         If the first candidate refuses the call, raise its error.
         """
         first, self.inputs = self.execute(self.progress.best), inputs
+        memory = self.session.groups.memory if self.session is not None else None
         with self.calls.lock, first.on_device():
             first.recover()
+            if memory is not None:
+                self.in_places = [(x, x.clone()) for x in inputs if isinstance(x, torch.Tensor) and memory.holds(x)]
             if self._takes_posted_result():
                 self._conclude()
             else:
@@ -203,6 +210,8 @@ class Trial:
         self.runs.clear()
         self.ranges.failed.add(challenger)
         self.execute(best).recover()
+        for x, values in self.in_places:  # to renew symmetric memory, the ranks have cleared it
+            x.copy_(values)
         self.stopwatch = Stopwatch(self.device, self.session)  # the process group in which ranks met is gone
         self._warn(challenger, reason)
         self._drop_losers()
@@ -504,8 +513,8 @@ class Trial:
         self._publish()
 
     def _publish(self) -> None:
-        first = self.session is None or self.session.rank == 0
-        self.ranges.tried(self.sizes, self.before, self.rivals, first, self.progress)
+        writes = not self.in_places and (self.session is None or self.session.rank == 0)
+        self.ranges.tried(self.sizes, self.before, self.rivals, writes, self.progress)
 
     def _warn(self, challenger: Candidate, reason: str) -> None:
         """Warn once, on the first rank, that a challenger has failed."""

@@ -363,6 +363,11 @@ class SymmetricMemory:
         assert memory is not None
         return memory
 
+    def holds(self, x: torch.Tensor) -> bool:
+        """Return True if a tensor lies in this rank's memory."""
+        mine = (flat for memory in self.met.values() for (_, rank), flat in memory.flat.items() if rank == self.rank)
+        return any(flat.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for flat in mine)
+
     def discard(self) -> None:
         """Release the memory that no plan of any rank uses. All ranks call this."""
         unused = [memory.number for memory in self.met.values() if not memory.plans]

@@ -17,6 +17,7 @@ ON_FOUR = [
     "the_slowest_rank_of_a_call_counts",
     "an_interrupt_of_one_rank_in_a_trial_is_an_error_on_all_ranks",
     "ranks_meet_once_for_the_candidate_that_captures_run",
+    "a_trial_runs_with_inputs_in_the_places_that_the_first_candidate_gave",
 ]
 pytestmark = [pytest.mark.torchrun, pytest.mark.timeout(240)]
 

@@ -10,6 +10,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -447,14 +448,56 @@ def an_interrupt_in_the_call_of_a_challenger_ends_the_trial_on_all_ranks() -> No
 
 
 @case
-def places_before_the_first_call_leave_no_trial() -> None:
-    with times({"ring": 100.0}):
-        executor = hi.compile(rows(name="places"), tune=2)
-        executor.places(torch.zeros(64 // SIZE, 32), torch.zeros(32, 16))
-        for _ in range(3):
-            call(executor)
-        assert len(set(CALLED)) == 1
-        assert taken(executor)[1] == "estimated"
+def a_trial_runs_with_inputs_in_the_places_that_the_first_candidate_gave() -> None:
+    for number, winner in enumerate(("push", "ring")):
+        with times({winner: 100.0}), preferred("push"):
+            executor = hi.compile(rows(name=f"places_{number}"), tune=2)
+            home, _ = executor.places(torch.zeros(64 // SIZE, 32), torch.zeros(32, 16))
+            assert home is not None
+            assert not CALLED
+            for n in range(3):
+                torch.manual_seed(n)
+                a, b = torch.randn(64, 32), torch.randn(32, 16)
+                (c,) = executor(home.copy_(a.chunk(SIZE)[RANK]), b)
+                torch.testing.assert_close(c, a @ b, rtol=1e-4, atol=1e-4)
+            assert taken(executor) == (winner, "measured")
+            again, _ = executor.places(home, b)
+            assert (again is None) == (winner == "ring")
+            assert again is None or again.data_ptr() == home.data_ptr()
+            dist.barrier()
+            assert taken(hi.compile(rows(name=f"places_{number}"), tune=0)) == ("push", "estimated"), "nothing is kept"
+
+
+@case
+def inputs_in_their_places_keep_their_values_if_a_call_fails_in_the_trial() -> None:
+    for number in (1, 3):
+        with times({"push": 100.0, "fused": 10.0}), preferred("push"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            executor = hi.compile(rows(name=f"cleared_{number}"), tune=2)
+            torch.manual_seed(7)
+            a, b = torch.randn(64, 32), torch.randn(32, 16)
+            home, _ = executor.places(torch.zeros(64 // SIZE, 32), b)
+            assert home is not None
+            with failing("fused", RuntimeError("on strike"), [1], number):
+                (c,) = executor(home.copy_(a.chunk(SIZE)[RANK]), b)
+            torch.testing.assert_close(c, a @ b, rtol=1e-4, atol=1e-4)
+            CALLED.clear()  # the rank on strike may have made one call less
+            assert taken(executor) == ("push", "measured")
+
+
+@contextlib.contextmanager
+def preferred(strategy: str) -> Iterator[None]:
+    """Let the estimates prefer a strategy."""
+    estimates = Decider.estimates
+
+    def changed(self: Decider, *arguments: Any) -> Any:
+        timings, impossible = estimates(self, *arguments)
+        sooner = min(timing.us for timing in timings) * 0.9
+        timings = [replace(t, us=sooner) if t.candidate.strategy == strategy else t for t in timings]
+        return tuple(sorted(timings, key=lambda timing: timing.us)), impossible
+
+    with mock.patch.object(Decider, "estimates", changed):
+        yield
 
 
 @case
