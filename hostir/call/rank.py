@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 LOG = logger(__name__)
+NO_GRAPH = "@%s: no CUDA graph is captured: %s"
 DEVICES = {"gloo": "cpu", "cuda": "cuda"}
 RECENT = 4  # bound calls that are tried before the tensors of a call are looked up
 
@@ -539,6 +540,8 @@ class RankExecutor(Executor):
         if (decision := self.decided(plan.unrolled.sizes)) is None:
             return
         other, plan.plain = decision
+        if plan.plain:
+            LOG.info(NO_GRAPH, self.program.name, plan.plain)
         if other is self or not isinstance(other, RankExecutor):
             plan.settled = True
         else:
@@ -809,7 +812,7 @@ class RankExecutor(Executor):
         total = self._machine.symmetric.bytes
         LOG.info(message, name, f" for{sizes}" if sizes else "", seconds * 1e3, allocated, symmetric, total)
         if isinstance(plan, CudaPlan) and (self._graphs is None or plan.eager_only):
-            LOG.info("@%s: no CUDA graph is captured: %s", name, plan.eager_only or self.graph_refusal)
+            LOG.info(NO_GRAPH, name, plan.eager_only or self.graph_refusal)
 
     def _refuse_shared_queues(self, sizes: Mapping[str, int]) -> None:
         """Raise HostIRError if the program would deadlock because it has more streams than the device has queues."""

@@ -71,7 +71,7 @@ def compile(
         calls: how you will make calls on CUDA. `auto` compares candidates by their times when they are called in this
             way. `out`: you pass `out=`, so the executor replays programs without collectives from a CUDA graph.
             `eager`: you do not pass `out=`. `graph`: you capture the calls in a CUDA graph. First make one plain call
-            with the same sizes: it tries the candidates.
+            with the same sizes: it tries the candidates. If the ranks differ, rank 0 decides.
         symmetric_limit: the maximum number of bytes of symmetric memory that the program may use on a rank. By default
             the knob HOSTIR_SYMMETRIC_LIMIT decides. `auto` chooses the fastest program within the limit.
         tune: the seconds that trials of candidates may add to the calls of each range of sizes; 0 for no trials. By

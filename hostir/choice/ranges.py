@@ -275,14 +275,16 @@ def agreed_ranges(
 ) -> Ranges:
     """Return the ranges of a fusion, the same on all ranks. All ranks call this, and rank 0 sends its measurements.
 
-    The choice for the largest sizes is made and logged at once. If `warn` is True, rank 0 warns of the strategies and
+    The `calls` of rank 0 count, because all ranks must time the same. The choice for the largest sizes is made and
+    logged at once. If `warn` is True, rank 0 warns of the strategies and
     overlaps that are not possible for these sizes. `budget` is the field of `Ranges`; the budget of rank 0 counts.
     """
     decider = decider_for(program, kernels, machine, calls, symmetric_limit, group)
     ranges = Ranges(decider, fixed)
     check_sizes(program, ranges.representative(ranges.largest))
-    data, first = from_rank_0(machine, group, lambda: {**_encoded(ranges), "budget": budget, "number": next(_numbers)})
-    ranges.budget, ranges.number = data["budget"], data["number"]
+    mine = {"budget": budget, "calls": decider.calls}
+    data, first = from_rank_0(machine, group, lambda: {**_encoded(ranges), **mine, "number": next(_numbers)})
+    ranges.budget, ranges.number, decider.calls = data["budget"], data["number"], data["calls"]
     ranges.choices = {key(ranges.representative(ranges.largest)): Choice.from_json(data["choice"])}
     ranges.measured = {name: {Candidate(*c): Entry(*e) for c, e in each} for name, each in data["measured"].items()}
     choice = ranges.choice(ranges.largest)

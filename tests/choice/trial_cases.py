@@ -448,6 +448,15 @@ def an_interrupt_in_the_call_of_a_challenger_ends_the_trial_on_all_ranks() -> No
 
 
 @case
+def the_way_of_calling_of_rank_0_counts() -> None:
+    with times({"ring": 100.0}):
+        executor = hi.compile(rows(name="calls"), tune=2, calls=("out", "eager")[RANK > 0])
+        assert executor.ranges.decider.calls == "out"
+        call(executor)
+        assert taken(executor) == ("ring", "measured")
+
+
+@case
 def a_trial_runs_with_inputs_in_the_places_that_the_first_candidate_gave() -> None:
     for number, winner in enumerate(("push", "ring")):
         with times({winner: 100.0}), preferred("push"):

@@ -444,7 +444,10 @@ def test_places_also_give_the_plan_for_captures(captured: Captured, monkeypatch:
     assert captured.push.for_captures is captured.ring
 
 
-def test_captures_issue_the_plan_of_plain_calls_if_they_run_the_same_program(captured: Captured) -> None:
+def test_captures_issue_the_plan_of_plain_calls_if_they_run_the_same_program(
+    captured: Captured, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "hostir.call.rank")
     asked: list[object] = []
     for captured.executor.decided in (None, lambda sizes: None):
         captured.bind()
@@ -455,6 +458,7 @@ def test_captures_issue_the_plan_of_plain_calls_if_they_run_the_same_program(cap
         assert captured.push.for_captures is None
     assert len(asked) == 1, "the answer is remembered"
     assert captured.push.eager_only == "slow replays"
+    assert caplog.text.count("no CUDA graph is captured: slow replays") == 1
     captured.issue(capturing=True)
     assert captured.ran == [("push", True)]
     assert not captured.log
