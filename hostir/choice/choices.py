@@ -191,7 +191,10 @@ class Choice:
     def __str__(self) -> str:
         times = {timing.candidate: timing.us for timing in self.timings}
         time = f" {times[self.taken]:.0f} us" if self.taken in times else ""
-        time = f",{time} so far" if time and self.source.startswith(BEING_MEASURED) else time
+        if time and self.source.startswith(BEING_MEASURED):
+            time = f",{time} so far"
+        elif len(self.timings) > 1 and self.timings[0].candidate == self.taken:
+            time += f", the fastest of {len(self.timings)}"
         return f"@{self.fusion} runs '{self.taken}' ({self.status}{time}) on {self.machine}"
 
     def to_json(self) -> dict[str, Any]:

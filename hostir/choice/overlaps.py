@@ -13,6 +13,7 @@ from hostir.plan.operations import ComputeOp, Op
 from hostir.plan.unrolled import UnrolledProgram
 
 NOTHING = "it has no communication"
+NOUNS = {"put": ("copy to a peer", "copies to peers"), "get": ("copy from a peer", "copies from peers")}
 
 
 def overlaps(unrolled: UnrolledProgram) -> Iterator[tuple[Op, list[ComputeOp]]]:
@@ -80,8 +81,9 @@ def normed_clauses(unrolled: UnrolledProgram) -> tuple[str, ...]:
 def _clause(keyword: str, count: int, overlapping: int, parallel: list[str]) -> str:
     *others, last = parallel or ["no computation"]
     computations = f"{', '.join(others)} and {last}" if others else last
+    one, several = NOUNS.get(keyword, (keyword, f"{keyword}s"))
     if count == 1:
-        return f"its {keyword} overlaps with {computations}"
+        return f"its {one} overlaps with {computations}"
     if not overlapping:
-        return f"none of its {count} {keyword}s overlaps with a computation"
-    return f"{overlapping} of its {count} {keyword}s overlap{'s' * (overlapping == 1)} with {computations}"
+        return f"none of its {count} {several} overlaps with a computation"
+    return f"{overlapping} of its {count} {several} overlap{'s' * (overlapping == 1)} with {computations}"

@@ -31,7 +31,7 @@ from hostir.lower.propagate import operands_of, result_of, stream_place
 from hostir.lower.slices import SlicedGroup, SlicePlace, operand_places, result_place, schedule, why_not
 
 NOT_OVERLAPPED = "not overlapped"  # begins the comment of a communication that is not sliced
-NO_STREAM_AXIS = "no tensor has a Stream axis to slice it along, and the program is sequential"
+NO_STREAM_AXIS = "no tensor has a Stream axis to slice it along, so 'pipeline' does the same as 'sequential'"
 NOT_SLICED = "no Stream axis slices it"
 MIN_ROWS = 128  # rows of a slice that the pass chooses: a tile of a matmul
 ROWS_STAY_WHOLE = f"its rows are not a known number that divides into slices of at least {MIN_ROWS} rows"

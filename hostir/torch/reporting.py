@@ -51,7 +51,9 @@ class Report(tuple[Ran, ...]):
 
     def __str__(self) -> str:
         held = (
-            f"group '{name}' holds {amount(n)} of symmetric memory" for name, n in self.symmetric_bytes.items() if n
+            f"group '{name}' holds {amount(n)} of symmetric memory on this rank"
+            for name, n in self.symmetric_bytes.items()
+            if n
         )
         return "\n".join([*map(str, self), *held]) or "no operator has been called"
 
@@ -152,11 +154,11 @@ def explained(executor: Executor, ran: Executor, started: bool) -> tuple[str, tu
     candidate = next((c for c, each in executors.items() if each is ran), choices[0].taken)
     reasons = [c for c in choices if c.taken == candidate] or [choices[0]]
     why = [clause for c in reasons for clause in (f"{c.source} on {c.machine}{_times(c)}", *overlapping, *c.notes)]
-    why += [f"not {it.candidate}: {it.reason}" for c in reasons for it in c.impossible]
+    why += [f"left out: '{it.candidate}': {it.reason}" for c in reasons for it in c.impossible]
     return str(candidate), tuple(dict.fromkeys(why))
 
 
 def _times(choice: Choice) -> str:
-    """Return the times of the candidates of a choice, the fastest first, after a colon; empty if there are none."""
+    """Return the times of the candidates of a choice, the fastest first; empty if there are none."""
     times = ", ".join(f"'{timing.candidate}' {timing.us:.0f} us" for timing in choice.timings)
-    return f": {times}" if times else ""
+    return f", the fastest first: {times}" if times else ""

@@ -81,7 +81,7 @@ def test_tune_fills_the_cache_and_run_uses_it(
     assert run.returncode == 0, run.stderr
     assert "ok" in run.stdout
     taken = " ".join(rows(first.stdout)[1])
-    strategy = re.search(r"runs '(\w+),.*' \(measured [\d.]+ us\)", run.stderr)
+    strategy = re.search(r"runs '(\w+),.*' \(measured [\d.]+ us, the fastest of \d+\)", run.stderr)
     assert strategy, run.stderr
     assert strategy[1] in taken
     assert run.stderr.count("(measured") == 1  # only rank 0 prints

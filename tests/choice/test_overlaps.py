@@ -28,9 +28,9 @@ def by_hand(*body: str) -> tuple[str, ...]:
     [
         ("sequential", "its allgather overlaps with no computation"),
         ("pipeline", "4 of its 4 allgathers overlap with matmul"),
-        ("ring", "3 of its 3 gets overlap with matmul"),
-        ("fused", "12 of its 12 puts overlap with matmul"),
-        ("push", "12 of its 12 puts overlap with matmul"),
+        ("ring", "3 of its 3 copies from peers overlap with matmul"),
+        ("fused", "12 of its 12 copies to peers overlap with matmul"),
+        ("push", "12 of its 12 copies to peers overlap with matmul"),
     ],
 )
 def test_each_strategy_names_the_communications_that_it_overlaps(strategy: str, clause: str) -> None:
@@ -54,7 +54,7 @@ def test_one_worker_stream_overlaps_nothing() -> None:
 
 
 def test_sums_hide_communications_and_copies_do_not() -> None:
-    assert clauses(hi.lower(patterns.mlp(), "push")) == ("24 of its 24 puts overlap with matmul and sum",)
+    assert clauses(hi.lower(patterns.mlp(), "push")) == ("24 of its 24 copies to peers overlap with matmul and sum",)
     assert clauses(hi.lower(patterns.mlp(), "pipeline")) == tuple(
         f"4 of its 4 {collective}s overlap with matmul and gelu" for collective in ("allgather", "reduce_scatter")
     )

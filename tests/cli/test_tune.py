@@ -47,7 +47,10 @@ def test_explain_prints_the_choice_the_times_and_why_other_candidates_are_imposs
     out, err = shown(capfd, "explain", "examples/patterns.py:weight_gathered", "--machine", "h200x4")
     assert not err
     first, *rest = out.splitlines()
-    assert re.fullmatch(r"@weight_gathered runs '\w+.*' \(estimated \d+ us\) on 4 x h200 as estimated elsewhere", first)
+    assert re.fullmatch(
+        r"@weight_gathered runs '\w+.*' \(estimated \d+ us, the fastest of \d+\) on 4 x h200 as estimated elsewhere",
+        first,
+    )
     assert "not possible:" in rest
     assert sum("no matmul has %b_full as its left side" in line for line in rest) == 4
     possible = rest[: rest.index("not possible:")]
@@ -82,11 +85,11 @@ def test_explain_of_this_cpu_uses_its_measurements(capfd: pytest.CaptureFixture[
     entries = {c: Entry.measured(p, 10.0 if c.strategy == "ring" else 99.5) for c, p in every.items()}
     cache.write(cache.key_of(program, {}, platform), program.name, entries)
     out, _ = shown(capfd, "explain", ROWS, "--ranks", "2", "--device", "cpu")
-    assert re.match(r"@allgather_matmul_rows runs 'ring, 1 stream, aten' \(measured 10 us\) on 2 x .* CPU", out)
+    assert re.match(r"@allgather_matmul_rows runs 'ring, 1 stream, aten' \(measured 10 us, the fastest of 6\) on 2 x .* CPU", out)
     assert "99.5" in out
     assert out.count("not possible") == 1
     assert "it lowers to the same program as 'ring'" in out
-    assert "'ring, 1 stream, aten': its get overlaps with matmul" in out
+    assert "'ring, 1 stream, aten': its copy from a peer overlaps with matmul" in out
 
 
 def test_lower_and_check_with_auto_use_the_choice_of_explain(capfd: pytest.CaptureFixture[str]) -> None:
