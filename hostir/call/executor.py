@@ -210,8 +210,8 @@ class Executor:
         """Return, for each input, the symmetric buffer to which the program copies it; None if it makes no copy.
 
         If you pass the returned tensor itself as the input, a call makes no copy. So compute the input in this tensor.
-        The memory belongs to the executor. It keeps your data until the program overwrites it. All ranks must call this
-        method.
+        The memory belongs to the executor. It keeps your data until a call of the program gets another input. All ranks
+        must call this method.
         """
         raise NotImplementedError
 

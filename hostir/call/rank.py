@@ -279,7 +279,11 @@ class RankExecutor(Executor):
             # A new plan has issued copies to the current stream. The caller may make its call on another stream.
             if self.machine == "cuda" and not torch.cuda.is_current_stream_capturing():
                 torch.cuda.current_stream(self._machine.device).synchronize()
-        return places(plan.unrolled, plan.memory, plan.registers)
+        homes = places(plan.unrolled, plan.memory, plan.registers)
+        for home in homes:
+            if home is not None and plan.memory is not None:
+                plan.memory.give(home)
+        return homes
 
     def recover(self) -> None:
         """Do what the first call after a failure does before it runs: raise the failure, or renew the shared state.
@@ -314,20 +318,27 @@ class RankExecutor(Executor):
         finally:
             self.watchdog = watchdog
 
-    def rest(self, inputs: Sequence[Any]) -> None:
-        """Drop the plan for calls with such inputs and its memory, unless the caller's CUDA graphs use them."""
+    def rest(self, concerns: Callable[[Mapping[str, int]], bool] = lambda sizes: True) -> None:
+        """Drop the plans for sizes for which `concerns` returns True, and their memory, unless the caller uses them.
+
+        CUDA graphs of the caller may use them.
+        """
         release()
-        key = cache_key(inputs)
-        plan = self.plans.get(key) if key is not None else None
-        if plan is None:
+        gone = [plan for plan in self.plans.values() if concerns(plan.unrolled.sizes)]
+        if not gone:
             return
-        if self.watchdog is not None and self.watchdog.plan is plan:
-            self.watchdog.unwatch()
-        if isinstance(plan, GlooPlan):
-            plan.end()
-        self._drop(lambda each: each is plan)
+        for plan in gone:
+            if self.watchdog is not None and self.watchdog.plan is plan:
+                self.watchdog.unwatch()
+            if isinstance(plan, GlooPlan):
+                plan.end()
+        self._drop(lambda each: each in gone)
         if isinstance(self._machine, GlooMachine) and not self.plans:
             self._machine.end()
+
+    def has_plan(self, inputs: Sequence[Any]) -> bool:
+        """Return True if there is a plan for calls with these inputs."""
+        return cache_key(inputs) in self.plans
 
     def record(self, inputs: Sequence[Any], outs: Sequence[Any]) -> torch.cuda.CUDAGraph:
         """Capture the latest call anew in a CUDA graph that the executor does not keep, and return the graph.
@@ -539,8 +550,8 @@ class RankExecutor(Executor):
             return
         if (decision := self.decided(plan.unrolled.sizes)) is None:
             return
-        other, plan.plain = decision
-        if plan.plain:
+        before, (other, plan.plain) = plan.plain, decision
+        if plan.plain and plan.plain != before and self._graphs is not None:
             LOG.info(NO_GRAPH, self.program.name, plan.plain)
         if other is self or not isinstance(other, RankExecutor):
             plan.settled = True

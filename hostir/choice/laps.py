@@ -1,6 +1,6 @@
 """Laps: measurements of the time of one run of a candidate, in a trial.
 
-On CUDA the device first waits while the host issues the run, and then all ranks meet on the device. So the time
+First all ranks meet. On CUDA they meet on the device, after it has waited while the host issues the run. So the time
 contains no delays of a host that issues the run within that wait.
 """
 
@@ -12,11 +12,32 @@ from math import nan
 
 import torch
 
-from hostir.job.session import Session
+from hostir.call.rank import RankExecutor
+from hostir.ir import parse
+from hostir.ir.program import Program
+from hostir.ir.source import HostIRError, logger
+from hostir.job.links import headline
 from hostir.kernels.pools import outside_pools
 
+LOG = logger(__name__)
 L2_FLUSH = 256 << 20  # bytes written before each run: several times as many as L2 holds
 WAIT = 1_000_000  # clock cycles for which the device waits, about 0.5 ms: the host issues most runs in less
+MEET = "meet"  # the name of the programs below
+BY_FLAGS = """hostir 1
+mesh @mesh [rank] = {mesh}
+program @meet() -> () {{
+  %here: f32[{ranks}@rank] = allocate_symmetric
+  barrier of %here over rank
+}}
+"""
+BY_ALL_REDUCE = """hostir 1
+mesh @mesh [rank] = {mesh}
+program @meet(%x: f32[1] partial(rank)) -> (%y) {{
+  %y: f32[1] = allocate
+  %h = allreduce %x -> %y over rank
+  wait %h
+}}
+"""
 
 
 class Lap:
@@ -41,7 +62,7 @@ LAP = Lap  # tests replace it
 class CudaLap(Lap):
     """Measures one run on CUDA, with two events on the current stream.
 
-    `ready` makes the work that follows on the stream wait for all ranks.
+    `ready` issues work to the current stream: the run begins after it.
     """
 
     def __init__(self, ready: Callable[[], object]) -> None:
@@ -57,39 +78,63 @@ class CudaLap(Lap):
         return float(self.first.elapsed_time(self.last)) * 1e3 if self.last.query() else nan
 
 
+class Meeting:
+    """A small program of its own, in which all ranks meet. All ranks make this object, and call it together.
+
+    After a call, the work that follows on the current stream of a rank waits until all ranks are here. The ranks meet
+    by flags in symmetric memory, which takes a few microseconds. Ranks that cannot share memory meet by an all-reduce.
+
+    Args:
+        ranks: the number of ranks.
+        execute: makes an executor from a program and the name of its kernels.
+    """
+
+    def __init__(self, ranks: int, execute: Callable[[Program, str], RankExecutor]) -> None:
+        mesh = " ".join(map(str, range(ranks)))
+        self.inputs: tuple[torch.Tensor, ...] = ()
+        try:
+            self.executor = execute(parse(BY_FLAGS.format(mesh=mesh, ranks=ranks), MEET), "aten")
+            self.executor.prepare((), None)
+        except HostIRError as refusal:
+            LOG.info("in trials the ranks meet by an all-reduce: %s", headline(refusal))
+            self.executor = execute(parse(BY_ALL_REDUCE.format(mesh=mesh), MEET), "aten")
+            self.inputs = (torch.zeros(1, device="cuda" if self.executor.machine == "cuda" else "cpu"),)
+
+    def __call__(self) -> None:
+        self.executor(*self.inputs)
+
+    def end(self) -> None:
+        """Release the symmetric memory of the program, once all ranks have called this and meet again."""
+        self.executor.rest()
+
+
 class Stopwatch:
     """Starts laps. All ranks make this object, and start the same laps.
 
     Args:
         device: the type of the device, `cpu` or `cuda`.
-        session: the job of the ranks; None for a rank alone.
+        meeting: lets all ranks meet; None for a rank alone.
     """
 
-    def __init__(self, device: str, session: Session | None) -> None:
-        self.on_gpu = device == "cuda"
-        self.session = session if session is not None and session.size > 1 else None
-        self.everyone = tuple(range(self.session.size)) if self.session is not None else ()
-        self.flush = self.meeting = None
+    def __init__(self, device: str, meeting: Meeting | None) -> None:
+        self.on_gpu, self.meeting, self.flush = device == "cuda", meeting, None
         if self.on_gpu:
             here = torch.device("cuda", torch.cuda.current_device())
-            self.flush, self.meeting = outside_pools(here, lambda: (_larger_than_l2(), torch.zeros(1, device=here)))
-        if self.on_gpu and self.session is not None:
-            self.session.groups.prepare([self.everyone])
+            self.flush = outside_pools(here, _larger_than_l2)
 
     def start(self) -> Lap:
         """Start a lap. On CUDA, this issues work to the current stream."""
+        if self.on_gpu:
+            return CudaLap(self._get_ready)
+        self._get_ready()
+        return LAP()
+
+    def _get_ready(self) -> None:
+        """Empty the L2 cache of a GPU, and let all ranks meet."""
         if self.flush is not None:
             self.flush.zero_()
-        return CudaLap(self._meet) if self.on_gpu else LAP()
-
-    def _meet(self) -> None:
-        """Make the current stream wait until the streams of all ranks are here."""
-        if self.session is None:
-            return
-        group, _ = self.session.groups.of(self.everyone)
-        options = torch.distributed.AllreduceOptions()
-        options.asyncOp = False  # NCCL runs on the current stream
-        group.allreduce([self.meeting], options)
+        if self.meeting is not None:
+            self.meeting()
 
 
 def _larger_than_l2() -> torch.Tensor | None:

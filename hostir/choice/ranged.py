@@ -151,7 +151,8 @@ class RangedExecutor(Executor):
     def _for(self, inputs: Sequence[Any], out: Any, tries: bool = True) -> Executor:
         """Return the executor for a call with these inputs. If it is the first in its range, try candidates before.
 
-        If `tries` is False, leave that to the next call, and return the executor of the best candidate known so far.
+        If `tries` is False, or in a capture, leave that to the next call, and return the executor of the best candidate
+        known so far.
         """
         latest, executor = self._latest
         extents = self._extents(inputs)
@@ -163,7 +164,7 @@ class RangedExecutor(Executor):
         name, known = key(self.ranges.representative(sizes)), sizes if self.ranges.free else self.ranges.fixed
         if name not in self._settled:
             rivals = self.ranges.rivals(sizes)
-            if rivals and not tries:
+            if rivals and (not tries or self._captures()):
                 return self._executor(self.ranges.candidate(known))
             if rivals:
                 self._try(name, sizes, rivals, inputs, out)
@@ -171,6 +172,10 @@ class RangedExecutor(Executor):
         suitable = self._executor(self.ranges.candidate(known))
         self._latest = extents, suitable
         return suitable
+
+    def _captures(self) -> bool:
+        """Return True while the caller captures a CUDA graph. Nothing can be timed then."""
+        return self._first.machine == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _sizes(self, inputs: Sequence[Any], latest: Executor) -> Mapping[str, int] | None:
         """Return the sizes of a call. `latest` is the executor of the latest call.
@@ -199,7 +204,7 @@ class RangedExecutor(Executor):
             self._trying = threading.current_thread()
             try:
                 title = f"@{self.ranges.fusion}{f' at {name}' if name else ''} ({self.ranges.number})"
-                Trial(title, rivals, self.ranges, sizes, self._executor).run(inputs, out)  # type: ignore[arg-type]
+                Trial(title, rivals, self.ranges, sizes, self._executor, self._execute).run(inputs, out)  # type: ignore[arg-type]
                 self._settled.add(name)
             finally:
                 self._trying = None

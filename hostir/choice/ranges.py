@@ -275,9 +275,9 @@ def agreed_ranges(
 ) -> Ranges:
     """Return the ranges of a fusion, the same on all ranks. All ranks call this, and rank 0 sends its measurements.
 
-    The `calls` of rank 0 count, because all ranks must time the same. The choice for the largest sizes is made and
-    logged at once. If `warn` is True, rank 0 warns of the strategies and
-    overlaps that are not possible for these sizes. `budget` is the field of `Ranges`; the budget of rank 0 counts.
+    The `calls` of rank 0 count, because all ranks must time the same calls. So does its `budget`, the field of
+    `Ranges`. The choice for the largest sizes is made and logged at once. If `warn` is True, rank 0 warns of the
+    strategies and overlaps that are not possible for these sizes.
     """
     decider = decider_for(program, kernels, machine, calls, symmetric_limit, group)
     ranges = Ranges(decider, fixed)

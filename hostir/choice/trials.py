@@ -24,8 +24,9 @@ Calls that the caller captures may run another candidate: see `Choice.captured`.
 Calls that are started asynchronously run the candidate that is the fastest in the trial. Their time is not measured,
 because it depends on the work that they overlap.
 
-The inputs of the first call may lie in symmetric memory of the first candidate: see `Executor.places`. This candidate
-then makes no copy of them, but the others do. The times hold only for such calls, so they are not kept.
+Inputs of the first call may lie in the place that `Executor.places` has returned for the first candidate. Then this
+candidate makes no copy of them. For the others they are tensors like any other. The times hold only for such calls, so
+they are not kept.
 
 If a challenger cannot be planned, or if a call of it fails on a rank, all ranks leave it out, and rank 0 warns. After
 a failed call the other ranks may wait for the rest of the call. So all ranks renew their shared state, as they do after
@@ -52,8 +53,9 @@ from hostir.call.arguments import unwritable, written_inputs
 from hostir.call.rank import RankExecutor
 from hostir.call.tensors import without_plain_memory
 from hostir.choice.choices import NO_CAPTURE, Candidate, Timing, TrialState
-from hostir.choice.laps import Lap, Stopwatch
+from hostir.choice.laps import Lap, Meeting, Stopwatch
 from hostir.choice.ranges import Ranges, key
+from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, warn_once
 from hostir.job.links import MisalignedError, headline
 from hostir.job.session import Session
@@ -85,6 +87,7 @@ class Trial:
         ranges: the choices of the fusion. The trial replaces the choice for its range.
         sizes: the sizes of the call.
         execute: returns the executor of a candidate.
+        make: makes an executor from a program and the name of its kernels.
     """
 
     def __init__(
@@ -94,8 +97,10 @@ class Trial:
         ranges: Ranges,
         sizes: Mapping[str, int],
         execute: Callable[[Candidate], RankExecutor],
+        make: Callable[[Program, str], RankExecutor],
     ) -> None:
-        self.name, self.rivals, self.ranges, self.sizes, self.execute = name, rivals, ranges, sizes, execute
+        self.name, self.rivals, self.ranges, self.sizes = name, rivals, ranges, sizes
+        self.execute, self.make = execute, make
         self.before = ranges.choice(sizes)  # the choice before the trial
         self.estimates = {timing.candidate: timing.us for timing in rivals}
         # The seconds that the trial may take; those of rank 0 count. Without any, no candidates are tried.
@@ -114,7 +119,7 @@ class Trial:
         self.host: dict[Candidate, float] = {}  # the host's time for a call on the slowest rank, in microseconds
         self.uncaptured: set[Candidate] = set()  # candidates that cannot be captured: their calls are timed
         self.replaying: set[Candidate] = set()  # candidates whose executors can replay the caller's calls
-        self.in_places: list[tuple[torch.Tensor, torch.Tensor]] = []  # inputs in symmetric memory, with copies of them
+        self.in_places = False  # if a rank passes inputs in symmetric memory that it got by `Executor.places`
 
     def run(self, inputs: Sequence[Any], out: Any) -> None:
         """Try the candidates with the tensors of a call. All ranks call this, in the same call.
@@ -122,11 +127,8 @@ class Trial:
         If the first candidate refuses the call, raise its error.
         """
         first, self.inputs = self.execute(self.progress.best), inputs
-        memory = self.session.groups.memory if self.session is not None else None
         with self.calls.lock, first.on_device():
             first.recover()
-            if memory is not None:
-                self.in_places = [(x, x.clone()) for x in inputs if isinstance(x, torch.Tensor) and memory.holds(x)]
             if self._takes_posted_result():
                 self._conclude()
             else:
@@ -164,20 +166,30 @@ class Trial:
         """Try the candidates, and post the winner."""
         waiting = self._agreed()
         if waiting:
-            self.stopwatch = Stopwatch(self.device, self.session)
+            self._meet_anew()
             self._begin(self.progress.best, inputs, out)
             self._duels(waiting, inputs, out)
+            if self.stopwatch.meeting is not None:
+                self.stopwatch.meeting.end()
         self._drop_losers()
         self._finish_times()
         self._post_result()
         self._conclude()
 
+    def _meet_anew(self) -> None:
+        """Make the stopwatch. All ranks call this."""
+        ranks = 1 if self.session is None else self.session.size
+        self.stopwatch = Stopwatch(self.device, Meeting(ranks, self.make) if ranks > 1 else None)
+
     def _agreed(self) -> list[Candidate]:
         """Agree on the budget and on the challengers: those of rank 0, unless another rank lacks them."""
         mine = [astuple(candidate) for candidate in self.estimates]
-        answers = self._exchange([self.budget, mine])
-        self.budget, rivals = answers[0]
-        shared = [Candidate(*each) for each in rivals if all(each in theirs for _, theirs in answers)]
+        memory = self.session.groups.memory if self.session is not None else None
+        given = memory is not None and any(isinstance(x, torch.Tensor) and memory.gave(x) for x in self.inputs)
+        answers = self._exchange([self.budget, mine, given])
+        self.budget, rivals, _ = answers[0]
+        self.in_places = any(given for *_, given in answers)
+        shared = [Candidate(*each) for each in rivals if all(each in theirs for _, theirs, _ in answers)]
         return [c for c in shared if c != self.progress.best] if self.budget else []
 
     def _duels(self, waiting: Sequence[Candidate], inputs: Sequence[Any], out: Any) -> None:
@@ -210,9 +222,7 @@ class Trial:
         self.runs.clear()
         self.ranges.failed.add(challenger)
         self.execute(best).recover()
-        for x, values in self.in_places:  # to renew symmetric memory, the ranks have cleared it
-            x.copy_(values)
-        self.stopwatch = Stopwatch(self.device, self.session)  # the process group in which ranks met is gone
+        self._meet_anew()  # what the ranks shared is gone
         self._warn(challenger, reason)
         self._drop_losers()
         self._begin(best, inputs, out)
@@ -388,7 +398,7 @@ class Trial:
         self.progress.compiling += seconds
         if problem:
             self._warn(candidate, problem)
-        if not best.plans:  # each call would release the memory of the other candidate
+        if not best.has_plan(inputs):  # each call would release the memory of the other candidate
             problem = problem or f"HOSTIR_SYMMETRIC_LIMIT has no room for it beside '{self.progress.best}'"
             self._drop_losers()
             self.runs.pop(self.progress.best, None)  # a graph of the champion uses the memory that was released
@@ -428,10 +438,15 @@ class Trial:
             if candidate != best:
                 self.runs.pop(candidate, None)
                 with contextlib.suppress(HostIRError):  # it could not be made at all
-                    self.execute(candidate).rest(self.inputs)
+                    self.execute(candidate).rest(self._in_range)
         if self.session is not None and self.session.groups.memory is not None:
             self.session.groups.memory.discard()
             release()
+
+    def _in_range(self, sizes: Mapping[str, int]) -> bool:
+        """Return True if sizes are in the range of the trial."""
+        its, mine = ({**self.sizes, **each} for each in (sizes, self.sizes))
+        return self.ranges.representative(its) == self.ranges.representative(mine)
 
     def _exchange(self, mine: object) -> list[Any]:
         """Send data to all ranks, and return the data of all ranks."""

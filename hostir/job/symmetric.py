@@ -22,11 +22,12 @@ kept.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import platform
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from math import prod
@@ -172,6 +173,7 @@ class SharedMemory:
         calls: the number of runs of all plans, if the machine counts runs. It is the same on every rank.
         gone: True once the memory was released. Plans that use it must be dropped.
         kept: the data of the machine that lives as long as the memory.
+        given: the addresses of bytes that the caller writes: see `give`.
     """
 
     def __init__(self, number: int, offers: Sequence[Offer], rooms: Rooms, maps: Mapping[int, torch.Tensor]) -> None:
@@ -184,6 +186,7 @@ class SharedMemory:
         self.used, self.calls = 0.0, 0
         self.gone = False
         self.kept: dict[Hashable, Any] = {}
+        self.given = set[tuple[int, int]]()
         self.flags = set[tuple[BufferPlace, int]]()
         self.flat: dict[tuple[BufferPlace, int], torch.Tensor] = {}
         self.buffers: dict[tuple[BufferPlace, int], torch.Tensor] = {}
@@ -202,12 +205,29 @@ class SharedMemory:
         buffer = self.buffers[place]
         return buffer if buffer.shape == op.shape else self.flat[place][: prod(op.shape)].view(op.shape)
 
+    def give(self, x: torch.Tensor) -> None:
+        """Leave a tensor in this rank's memory to the caller: `clear` and `overwrite` do not change it."""
+        dense = next((k for k in range(x.dim()) if x[(0,) * k].is_contiguous()), x.dim()) if x.numel() else 0
+        for index in itertools.product(*map(range, x.shape[:dense])):
+            block = x[index]
+            self.given.add((block.data_ptr(), block.data_ptr() + block.numel() * block.itemsize))
+
+    def ungiven(self, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield the parts of a flat buffer that do not belong to the caller."""
+        at, here, size = 0, buffer.data_ptr(), buffer.itemsize
+        for begin, end in sorted(((begin - here) // size, (end - here) // size) for begin, end in self.given):
+            if at < len(buffer) and begin < len(buffer) and end > at:
+                yield buffer[at : max(begin, at)]
+                at = end
+        yield buffer[at:]
+
     def clear(self, rank: int) -> None:
         """Fill the buffers of a rank: flags and slots with 0, and others with NaN or -1, because they are undefined."""
         for (place, owner), buffer in self.flat.items():
             if owner == rank:
                 zero = place == SLOTS or (place, owner) in self.flags
-                buffer.fill_(0 if zero else undefined(buffer.dtype))
+                for part in self.ungiven(buffer):
+                    part.fill_(0 if zero else undefined(buffer.dtype))
 
     def overwrite(self, rank: int, page: torch.Tensor, *, slots: bool = False) -> None:
         """Overwrite all buffers of a rank except flags and slots with copies of a page of bytes; or only the slots.
@@ -221,8 +241,9 @@ class SharedMemory:
         """
         for (place, owner), buffer in self.flat.items():
             if owner == rank and (place, owner) not in self.flags and (place == SLOTS) == slots:
-                for part in buffer.view(torch.uint8).split(len(page)):
-                    part.copy_(page[: len(part)], non_blocking=True)
+                for part in self.ungiven(buffer.view(torch.uint8)):
+                    for piece in part.split(len(page)):
+                        piece.copy_(page[: len(piece)], non_blocking=True)
 
     def barriers(self, team: tuple[int, ...], rank: int) -> torch.Tensor:
         """Return a rank's flags for the barriers of a team.
@@ -363,10 +384,9 @@ class SymmetricMemory:
         assert memory is not None
         return memory
 
-    def holds(self, x: torch.Tensor) -> bool:
-        """Return True if a tensor lies in this rank's memory."""
-        mine = (flat for memory in self.met.values() for (_, rank), flat in memory.flat.items() if rank == self.rank)
-        return any(flat.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for flat in mine)
+    def gave(self, x: torch.Tensor) -> bool:
+        """Return True if a tensor begins in memory that `SharedMemory.give` has left to the caller."""
+        return any(begin <= x.data_ptr() < end for memory in self.met.values() for begin, end in memory.given)
 
     def discard(self) -> None:
         """Release the memory that no plan of any rank uses. All ranks call this."""

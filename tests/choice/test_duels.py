@@ -203,7 +203,8 @@ def test_short_calls_are_timed_besides_their_replays_unless_the_caller_captures_
 
     executor, chosen, replays_itself = Executor(), SimpleNamespace(calls=calls), True
     ranges: Any = SimpleNamespace(choice=lambda sizes: None, budget=1.0, decider=chosen)
-    trial = Trial("trial", [Timing(CHAMPION, estimate)], ranges, {}, lambda candidate: executor)  # type: ignore[arg-type, return-value]
+    find: Any = lambda *names: executor  # noqa: E731
+    trial = Trial("trial", [Timing(CHAMPION, estimate)], ranges, {}, find, find)
     monkeypatch.setattr(Trial, "_exchange", lambda self, mine: [mine])
     trial._begin(CHAMPION, [], None)
     assert [*trial.runs[CHAMPION]] == ways
@@ -284,7 +285,7 @@ def test_a_rank_takes_the_result_of_the_others_with_all_times() -> None:
 
 def test_a_challenger_that_cannot_be_captured_is_left_out_of_calls_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     trial = object.__new__(Trial)
-    executor = SimpleNamespace(plans=[1], prepare=lambda inputs, out: None)
+    executor = SimpleNamespace(has_plan=lambda inputs: True, prepare=lambda inputs, out: None)
     trial.execute = lambda candidate: executor  # type: ignore[assignment, return-value]
     trial.progress, trial.device, trial.session = TrialState(CHAMPION), "cpu", None
     trial.ranges = SimpleNamespace(compiling={})  # type: ignore[assignment]

@@ -69,7 +69,8 @@ def times(by_strategy: Mapping[str, float]) -> Iterator[None]:
     honest, by_digest = RankExecutor.__call__, dict[str, str]()
 
     def recorded(self: RankExecutor, *inputs: Any, out: Any = None) -> tuple[Any, ...]:
-        CALLED.append(by_digest.get(self.program.digest, "asked for"))
+        if self.program.name != laps.MEET:
+            CALLED.append(by_digest.get(self.program.digest, "asked for"))
         return honest(self, *inputs, out=out)
 
     def program(self: Ranges, candidate: Candidate) -> Program:
@@ -343,6 +344,8 @@ def failing(
 
     def issue(self: RankExecutor, bound: Any, *arguments: Any) -> Any:
         nonlocal made
+        if self.program.name == laps.MEET:
+            return honest(self, bound, *arguments)
         made += CALLED[-1] == strategy
         if CALLED[-1] != strategy or RANK not in on or made < call:
             return honest(self, bound, *arguments)
@@ -394,30 +397,28 @@ def a_challenger_whose_call_fails_is_left_out_and_the_call_of_the_user_returns()
 
 
 @case
-def after_a_failed_call_the_ranks_meet_in_a_new_process_group() -> None:
-    class TestStopwatch(laps.Stopwatch):
-        """A stopwatch that meets as on CUDA."""
+def ranks_meet_before_each_timed_run_by_flags_or_by_an_all_reduce() -> None:
+    memory = hi.compile(rows(name="here"), "push").session.groups.memory
+    assert memory is not None
+    for limit, inputs in ((None, 0), (0, 1)):
 
-        def __init__(self, device: str, session: Session | None) -> None:
-            super().__init__(device, session)
-            assert self.session is not None
-            self.meeting = torch.zeros(1)
-            self.session.groups.prepare([self.everyone])
+        def make(program: Program, kernels: str, limit: int | None = limit) -> Any:
+            return hi.Executor(program, kernels=kernels, symmetric_limit=limit)
 
-        def start(self) -> laps.Lap:
-            self._meet()
-            return super().start()
-
-    with (
-        times({"fused": 10.0, "ring": 100.0}),
-        mock.patch.object(trials, "Stopwatch", TestStopwatch),
-        failing("fused", RuntimeError("on strike"), [1]),
-        warnings.catch_warnings(),
-    ):
-        warnings.simplefilter("ignore", RuntimeWarning)
-        executor = hi.compile(rows(name="meets"), tune=2)
-        call(executor)
-    is_left_out(executor, "fused", "on strike")
+        met = set(memory.met)
+        meeting = laps.Meeting(SIZE, make)
+        assert len(meeting.inputs) == inputs
+        for late in range(SIZE):
+            dist.barrier()
+            began = time.monotonic()
+            if late == RANK:
+                time.sleep(0.2)
+            meeting()
+            assert time.monotonic() - began > 0.15
+        assert (set(memory.met) > met) == (inputs == 0)
+        meeting.end()
+        memory.discard()
+        assert set(memory.met) <= met
 
 
 @case
@@ -477,21 +478,77 @@ def a_trial_runs_with_inputs_in_the_places_that_the_first_candidate_gave() -> No
             assert taken(hi.compile(rows(name=f"places_{number}"), tune=0)) == ("push", "estimated"), "nothing is kept"
 
 
+def placed(executor: Executor, m: int = 64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return an input in its place, the other input, and the result of a call with them."""
+    torch.manual_seed(7)
+    a, b = torch.randn(m, 32), torch.randn(32, 16)
+    home, _ = executor.places(torch.zeros(m // SIZE, 32), b)
+    assert home is not None
+    return home.copy_(a.chunk(SIZE)[RANK]), b, a @ b
+
+
 @case
-def inputs_in_their_places_keep_their_values_if_a_call_fails_in_the_trial() -> None:
+def inputs_in_their_places_keep_their_values_if_a_call_fails_in_a_trial() -> None:
     for number in (1, 3):
         with times({"push": 100.0, "fused": 10.0}), preferred("push"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            bystander = hi.compile(rows(name=f"bystander_{number}"), "push")
+            x, w, y = placed(bystander)
             executor = hi.compile(rows(name=f"cleared_{number}"), tune=2)
-            torch.manual_seed(7)
-            a, b = torch.randn(64, 32), torch.randn(32, 16)
-            home, _ = executor.places(torch.zeros(64 // SIZE, 32), b)
-            assert home is not None
+            home, b, c = placed(executor)
             with failing("fused", RuntimeError("on strike"), [1], number):
-                (c,) = executor(home.copy_(a.chunk(SIZE)[RANK]), b)
-            torch.testing.assert_close(c, a @ b, rtol=1e-4, atol=1e-4)
+                torch.testing.assert_close(executor(home, b)[0], c, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(bystander(x, w)[0], y, rtol=1e-4, atol=1e-4)
             CALLED.clear()  # the rank on strike may have made one call less
             assert taken(executor) == ("push", "measured")
+
+
+@case
+def inputs_in_their_places_may_be_written_right_after_an_error() -> None:
+    with times({"push": 100.0}), preferred("push"):
+        executor = hi.compile(rows(name="written_again"), tune=2)
+        home, b, c = placed(executor)
+        mine = home.clone()
+        for _ in range(2):  # first in the trial, then in a plain call
+            with failing("push", RuntimeError("on strike"), range(SIZE)), pytest.raises(HostIRError):
+                executor(home, b)
+            torch.testing.assert_close(executor(home.copy_(mine), b)[0], c, rtol=1e-4, atol=1e-4)
+
+
+@case
+def the_losers_hold_no_memory_for_sizes_of_which_only_places_were_asked() -> None:
+    with times({"sequential": 100.0}), preferred("push"):
+        executor = hi.compile(rows(name="asked"), tune=2)
+        assert executor.session is not None
+        before = executor.session.symmetric_bytes
+        executor.places(torch.zeros(64 // SIZE, 32), torch.zeros(32, 16))
+        call(executor, 56)
+        assert taken(executor, 56) == ("sequential", "measured")
+        assert executor.session.symmetric_bytes <= before
+
+
+@case
+def times_are_not_kept_if_a_single_rank_passes_an_input_in_its_place() -> None:
+    for one in range(SIZE):
+        with times({"push": 100.0}), preferred("push"):
+            executor = hi.compile(rows(name=f"in_place_on_{one}"), tune=2)
+            home, b, c = placed(executor)
+            x = home if one == RANK else home.clone()
+            torch.testing.assert_close(executor(x, b)[0], c, rtol=1e-4, atol=1e-4)
+            assert taken(executor) == ("push", "measured")
+            dist.barrier()
+            assert taken(hi.compile(rows(name=f"in_place_on_{one}"), tune=0)) == ("push", "estimated")
+
+
+@case
+def a_capture_tries_nothing() -> None:
+    with times({"ring": 100.0}), preferred("push"):
+        executor = hi.compile(rows(name="captured_first"), tune=2)
+        with mock.patch.object(RangedExecutor, "_captures", return_value=True):
+            call(executor)
+            assert CALLED == ["push"]
+        call(executor)
+        assert taken(executor) == ("ring", "measured")
 
 
 @contextlib.contextmanager
@@ -769,7 +826,7 @@ def a_failure_that_one_rank_has_while_it_plans_is_a_reason() -> None:
     def without_memory(self: RankExecutor, inputs: Sequence[Any], out: Any) -> None:
         known = bool(self.plans)
         honest(self, inputs, out)
-        if RANK == 1 and not known:
+        if RANK == 1 and not known and self.program.name != laps.MEET:
             raise torch.OutOfMemoryError("no memory left")
 
     with times({"ring": 100.0}), mock.patch.object(RankExecutor, "prepare", without_memory):

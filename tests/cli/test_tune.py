@@ -85,7 +85,9 @@ def test_explain_of_this_cpu_uses_its_measurements(capfd: pytest.CaptureFixture[
     entries = {c: Entry.measured(p, 10.0 if c.strategy == "ring" else 99.5) for c, p in every.items()}
     cache.write(cache.key_of(program, {}, platform), program.name, entries)
     out, _ = shown(capfd, "explain", ROWS, "--ranks", "2", "--device", "cpu")
-    assert re.match(r"@allgather_matmul_rows runs 'ring, 1 stream, aten' \(measured 10 us, the fastest of 6\) on 2 x .* CPU", out)
+    assert re.match(
+        r"@allgather_matmul_rows runs 'ring, 1 stream, aten' \(measured 10 us, the fastest of 6\) on 2 x .* CPU", out
+    )
     assert "99.5" in out
     assert out.count("not possible") == 1
     assert "it lowers to the same program as 'ring'" in out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from random import Random
 
 import pytest
@@ -12,6 +13,7 @@ from examples import patterns
 from hostir.call.parts import shard
 from hostir.call.random import random_inputs
 from hostir.check import prove
+from hostir.choice import laps
 from hostir.machines.binding import Step, places
 from hostir.machines.cuda.credits import CallBoundary
 from hostir.plan.endings import CallEnding
@@ -267,3 +269,25 @@ def test_memory_with_another_writer_is_no_place_for_an_input(
     inputs = [[torch.randn(1, 4)] for _ in range(2)]
     for plan in plans(gpus, program(body), inputs, monkeypatch):
         assert places(plan.unrolled, plan.memory, plan.registers) == (None,)
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_no_rank_leaves_a_meeting_before_all_ranks_have_come(
+    ranks: int, seed: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of a call may replace the first barrier of the next one, but not in this program."""
+    meet = hi.parse(laps.BY_FLAGS.format(mesh=" ".join(map(str, range(ranks))), ranks=ranks))
+    came, left = [0] * ranks, []
+
+    def come(rank: int) -> None:
+        came[rank] += 1
+
+    for rank, plan in enumerate(plans(gpus, meet, [[]] * ranks, monkeypatch)):
+        gpus.current = Stream()
+        for _ in range(4):
+            gpus.current.add(partial(come, rank))
+            plan.run([])
+            gpus.current.add(lambda rank=rank: left.append(min(came) >= came[rank]))
+    gpus.run(Random(seed))
+    assert left == [True] * (4 * ranks)

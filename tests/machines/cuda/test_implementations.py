@@ -238,6 +238,10 @@ def scattered(ranks: int, by: str = "one_shot") -> Program:
     return program(ranks, body, f"f32[{ranks}, 8] partial(didx)", y)
 
 
+WIDE = """%box: f32[4, 6] = allocate_symmetric
+copy %x -> %box
+%y: f32[4, 6] = allocate
+copy %box -> %y"""
 GATHERED_TWICE = """%z: f32[2, 3] = allocate
 %g = allgather %x -> %z over didx by copy_engine
 wait %g
@@ -311,11 +315,31 @@ def test_a_thousand_sums_have_the_bits_of_a_sum_in_the_order_of_ranks(
     assert all(torch.equal(out, wanted[n]) for (n, _), out in outs.items())
 
 
-IN_PLACE = [*(gathered(ranks) for ranks in (2, 3, 4)), *(scattered(ranks) for ranks in (2, 4))]
+BESIDE = """%y: f32[2, 3] = allocate
+%z: f32[2@didx, 3] = allocate
+%h = allgather %x -> %y over didx by copy_engine
+relu %x -> %z
+wait %h"""
+ON_WORKERS = """%y: f32[2, 3] = allocate
+%user = current_stream
+set_stream 0
+synchronize %user
+%h = allgather %x -> %y over didx by copy_engine
+set_stream 1
+synchronize %user
+wait %h
+set_stream %user
+synchronize 1"""
+IN_PLACE = [
+    *(gathered(ranks) for ranks in (2, 3, 4)),
+    *(scattered(ranks) for ranks in (2, 4)),
+    program(2, BESIDE, "f32[2@didx, 3]", "f32[2, 3]"),
+    program(2, ON_WORKERS, "f32[2@didx, 3]", "f32[2, 3]", streams=2),
+]
 
 
 @pytest.mark.parametrize("executors", [1, 2])
-@pytest.mark.parametrize("text", IN_PLACE, ids=lambda p: f"{p.body[1].keyword()} {p.ranks}")
+@pytest.mark.parametrize("text", IN_PLACE)
 def test_the_caller_may_compute_an_input_in_the_workspace(
     text: Program, executors: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -326,6 +350,26 @@ def test_the_caller_may_compute_an_input_in_the_workspace(
     assert not copied
     check_calls(text, gpus, 0, monkeypatch, calls=4, executors=executors)
     assert len(copied) == 4 * text.ranks
+
+
+def test_memory_that_is_cleared_keeps_what_the_caller_wrote(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = program(1, WIDE, "f32[4, 6]", "f32[4, 6]")
+    (plan,) = plans(gpus, text, [[torch.rand(4, 6)]], monkeypatch)
+    assert plan.memory is not None
+    (box,) = (x for x in plan.memory.flat.values() if x.dtype == torch.float32)
+    page = torch.full((16,), 0xFF, dtype=torch.uint8)
+    for clear in (lambda: plan.memory.clear(0), lambda: plan.memory.overwrite(0, page)):
+        whole = box[:24]
+        for given in (box[:0], box[5:9], box[7:12], box, whole.view(4, 6)[:3, 2:4], whole.view(2, 2, 6)[:, 1]):
+            plan.memory.given.clear()
+            plan.memory.give(given)
+            plan.memory.give(given[:1])
+            kept = torch.zeros_like(box, dtype=torch.bool)
+            kept.as_strided(given.shape, given.stride(), given.storage_offset() - box.storage_offset()).fill_(True)
+            box.fill_(3.0)
+            clear()
+            assert torch.equal(box == 3.0, kept)
+            assert torch.equal(box.isnan(), ~kept)
 
 
 def recording_copies(copied: list[int]) -> Callable[..., Any]:

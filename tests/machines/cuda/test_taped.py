@@ -445,7 +445,7 @@ def test_places_also_give_the_plan_for_captures(captured: Captured, monkeypatch:
 
 
 def test_captures_issue_the_plan_of_plain_calls_if_they_run_the_same_program(
-    captured: Captured, caplog: pytest.LogCaptureFixture
+    captured: Captured, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level("INFO", "hostir.call.rank")
     asked: list[object] = []
@@ -458,6 +458,10 @@ def test_captures_issue_the_plan_of_plain_calls_if_they_run_the_same_program(
         assert captured.push.for_captures is None
     assert len(asked) == 1, "the answer is remembered"
     assert captured.push.eager_only == "slow replays"
+    assert "slow replays" not in caplog.text, "this executor captures no graphs in any case"
+    monkeypatch.setattr(captured.executor, "_graphs", SimpleNamespace())
+    captured.push.settled, captured.push.plain = False, ""
+    captured.bind()
     assert caplog.text.count("no CUDA graph is captured: slow replays") == 1
     captured.issue(capturing=True)
     assert captured.ran == [("push", True)]
