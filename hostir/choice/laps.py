@@ -18,6 +18,7 @@ from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, logger
 from hostir.job.links import headline
 from hostir.kernels.pools import outside_pools
+from hostir.knobs import SYMMETRIC_LIMIT
 
 LOG = logger(__name__)
 L2_FLUSH = 256 << 20  # bytes written before each run: several times as many as L2 holds
@@ -83,6 +84,7 @@ class Meeting:
 
     After a call, the work that follows on the current stream of a rank waits until all ranks are here. The ranks meet
     by flags in symmetric memory, which takes a few microseconds. Ranks that cannot share memory meet by an all-reduce.
+    So do ranks with a limit of symmetric memory: the flags and the candidates would release each other's memory.
 
     Args:
         ranks: the number of ranks.
@@ -90,15 +92,25 @@ class Meeting:
     """
 
     def __init__(self, ranks: int, execute: Callable[[Program, str], RankExecutor]) -> None:
-        mesh = " ".join(map(str, range(ranks)))
+        self.mesh, self.ranks, self.execute = " ".join(map(str, range(ranks))), ranks, execute
         self.inputs: tuple[torch.Tensor, ...] = ()
+        self.executor = self._by_flags() or self._by_all_reduce()
+
+    def _by_flags(self) -> RankExecutor | None:
+        if SYMMETRIC_LIMIT.get() is not None:
+            return None
         try:
-            self.executor = execute(parse(BY_FLAGS.format(mesh=mesh, ranks=ranks), MEET), "aten")
-            self.executor.prepare((), None)
+            executor = self.execute(parse(BY_FLAGS.format(mesh=self.mesh, ranks=self.ranks), MEET), "aten")
+            executor.prepare((), None)
         except HostIRError as refusal:
             LOG.info("in trials the ranks meet by an all-reduce: %s", headline(refusal))
-            self.executor = execute(parse(BY_ALL_REDUCE.format(mesh=mesh), MEET), "aten")
-            self.inputs = (torch.zeros(1, device="cuda" if self.executor.machine == "cuda" else "cpu"),)
+            return None
+        return executor
+
+    def _by_all_reduce(self) -> RankExecutor:
+        executor = self.execute(parse(BY_ALL_REDUCE.format(mesh=self.mesh), MEET), "aten")
+        self.inputs = (torch.zeros(1, device="cuda" if executor.machine == "cuda" else "cpu"),)
+        return executor
 
     def __call__(self) -> None:
         self.executor(*self.inputs)

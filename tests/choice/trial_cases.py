@@ -400,13 +400,14 @@ def a_challenger_whose_call_fails_is_left_out_and_the_call_of_the_user_returns()
 def ranks_meet_before_each_timed_run_by_flags_or_by_an_all_reduce() -> None:
     memory = hi.compile(rows(name="here"), "push").session.groups.memory
     assert memory is not None
-    for limit, inputs in ((None, 0), (0, 1)):
+    for refused, limit, inputs in ((False, None, 0), (True, None, 1), (False, 1 << 30, 1)):
 
-        def make(program: Program, kernels: str, limit: int | None = limit) -> Any:
-            return hi.Executor(program, kernels=kernels, symmetric_limit=limit)
+        def make(program: Program, kernels: str, refused: bool = refused) -> Any:
+            return hi.Executor(program, kernels=kernels, symmetric_limit=0 if refused else None)
 
         met = set(memory.met)
-        meeting = laps.Meeting(SIZE, make)
+        with hi.knobs.scope(symmetric_limit=limit):
+            meeting = laps.Meeting(SIZE, make)
         assert len(meeting.inputs) == inputs
         for late in range(SIZE):
             dist.barrier()
