@@ -337,8 +337,9 @@ class RankExecutor(Executor):
             self._machine.end()
 
     def has_plan(self, inputs: Sequence[Any]) -> bool:
-        """Return True if there is a plan for calls with these inputs."""
-        return cache_key(inputs) in self.plans
+        """Return True if there is a plan for calls with these inputs, or if plans for such inputs are not kept."""
+        key = cache_key(inputs)
+        return key is None or key in self.plans
 
     def record(self, inputs: Sequence[Any], outs: Sequence[Any]) -> torch.cuda.CUDAGraph:
         """Capture the latest call anew in a CUDA graph that the executor does not keep, and return the graph.

@@ -15,12 +15,9 @@ import torch
 from hostir.call.rank import RankExecutor
 from hostir.ir import parse
 from hostir.ir.program import Program
-from hostir.ir.source import HostIRError, logger
-from hostir.job.links import headline
 from hostir.kernels.pools import outside_pools
-from hostir.knobs import SYMMETRIC_LIMIT
 
-LOG = logger(__name__)
+CPU = torch.device("cpu")
 L2_FLUSH = 256 << 20  # bytes written before each run: several times as many as L2 holds
 WAIT = 1_000_000  # clock cycles for which the device waits, about 0.5 ms: the host issues most runs in less
 MEET = "meet"  # the name of the programs below
@@ -83,40 +80,29 @@ class Meeting:
     """A small program of its own, in which all ranks meet. All ranks make this object, and call it together.
 
     After a call, the work that follows on the current stream of a rank waits until all ranks are here. The ranks meet
-    by flags in symmetric memory, which takes a few microseconds. Ranks that cannot share memory meet by an all-reduce.
-    So do ranks with a limit of symmetric memory: the flags and the candidates would release each other's memory.
+    by flags in symmetric memory, which takes a few microseconds, or by an all-reduce. Raises HostIRError if this rank
+    or another rank cannot do that.
 
     Args:
         ranks: the number of ranks.
         execute: makes an executor from a program and the name of its kernels.
+        by_flags: True to meet by flags.
     """
 
-    def __init__(self, ranks: int, execute: Callable[[Program, str], RankExecutor]) -> None:
-        self.mesh, self.ranks, self.execute = " ".join(map(str, range(ranks))), ranks, execute
+    def __init__(self, ranks: int, execute: Callable[[Program, str], RankExecutor], by_flags: bool) -> None:
+        text = (BY_FLAGS if by_flags else BY_ALL_REDUCE).format(mesh=" ".join(map(str, range(ranks))), ranks=ranks)
+        self.executor = execute(parse(text, MEET), "aten")
         self.inputs: tuple[torch.Tensor, ...] = ()
-        self.executor = self._by_flags() or self._by_all_reduce()
-
-    def _by_flags(self) -> RankExecutor | None:
-        if SYMMETRIC_LIMIT.get() is not None:
-            return None
-        try:
-            executor = self.execute(parse(BY_FLAGS.format(mesh=self.mesh, ranks=self.ranks), MEET), "aten")
-            executor.prepare((), None)
-        except HostIRError as refusal:
-            LOG.info("in trials the ranks meet by an all-reduce: %s", headline(refusal))
-            return None
-        return executor
-
-    def _by_all_reduce(self) -> RankExecutor:
-        executor = self.execute(parse(BY_ALL_REDUCE.format(mesh=self.mesh), MEET), "aten")
-        self.inputs = (torch.zeros(1, device="cuda" if executor.machine == "cuda" else "cpu"),)
-        return executor
+        if not by_flags:
+            here = torch.device("cuda", torch.cuda.current_device()) if self.executor.machine == "cuda" else CPU
+            self.inputs = (outside_pools(here, lambda: torch.zeros(1, dtype=torch.float32, device=here)),)
+        self.executor.prepare(self.inputs, None)
 
     def __call__(self) -> None:
         self.executor(*self.inputs)
 
     def end(self) -> None:
-        """Release the symmetric memory of the program, once all ranks have called this and meet again."""
+        """Drop the plan of the program. `SymmetricMemory.discard` then releases its memory."""
         self.executor.rest()
 
 
@@ -125,7 +111,7 @@ class Stopwatch:
 
     Args:
         device: the type of the device, `cpu` or `cuda`.
-        meeting: lets all ranks meet; None for a rank alone.
+        meeting: lets all ranks meet; None if they do not meet.
     """
 
     def __init__(self, device: str, meeting: Meeting | None) -> None:

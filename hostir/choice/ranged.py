@@ -151,7 +151,7 @@ class RangedExecutor(Executor):
     def _for(self, inputs: Sequence[Any], out: Any, tries: bool = True) -> Executor:
         """Return the executor for a call with these inputs. If it is the first in its range, try candidates before.
 
-        If `tries` is False, or in a capture, leave that to the next call, and return the executor of the best candidate
+        If `tries` is False, or in a capture, leave that to a later call, and return the executor of the best candidate
         known so far.
         """
         latest, executor = self._latest
@@ -165,7 +165,9 @@ class RangedExecutor(Executor):
         if name not in self._settled:
             rivals = self.ranges.rivals(sizes)
             if rivals and (not tries or self._captures()):
-                return self._executor(self.ranges.candidate(known))
+                best = self._executor(self.ranges.candidate(known))
+                self._latest = (None, best) if tries else self._latest
+                return best
             if rivals:
                 self._try(name, sizes, rivals, inputs, out)
             self._settled.add(name)

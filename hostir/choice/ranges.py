@@ -170,7 +170,8 @@ class Ranges:
             choice,
             taken=progress.best,
             source=source,
-            timings=tuple(sorted(timings, key=lambda timing: timing.us)) or (choice.timings if progress.done else ()),
+            timings=tuple(sorted(timings, key=lambda timing: (timing.us, timing.candidate != progress.best)))
+            or (choice.timings if progress.done else ()),
             impossible=(*(each for each in choice.impossible if each.candidate not in tried), *refused),
             notes=(*choice.notes, taken) if timings and progress.done else choice.notes,
         )

@@ -56,12 +56,14 @@ from hostir.choice.choices import NO_CAPTURE, Candidate, Timing, TrialState
 from hostir.choice.laps import Lap, Meeting, Stopwatch
 from hostir.choice.ranges import Ranges, key
 from hostir.ir.program import Program
-from hostir.ir.source import HostIRError, warn_once
+from hostir.ir.source import HostIRError, logger, warn_once
 from hostir.job.links import MisalignedError, headline
 from hostir.job.session import Session
 from hostir.kernels.pools import outside_pools
+from hostir.knobs import SYMMETRIC_LIMIT
 from hostir.machines.cuda.uses import release
 
+LOG = logger(__name__)
 WARM = {"cpu": 1, "cuda": 4}  # untimed calls; on CUDA, native code or a CUDA graph issues calls from the fourth on
 ROUNDS = {"cpu": 5, "cuda": 15}  # timed runs of each candidate in a duel
 NEAR = 0.05  # costs that differ by at most this share are nearly equal
@@ -120,6 +122,8 @@ class Trial:
         self.uncaptured: set[Candidate] = set()  # candidates that cannot be captured: their calls are timed
         self.replaying: set[Candidate] = set()  # candidates whose executors can replay the caller's calls
         self.in_places = False  # if a rank passes inputs in symmetric memory that it got by `Executor.places`
+        # If the ranks meet by flags. With a limit, the flags and the candidates would release each other's memory.
+        self.by_flags = False
 
     def run(self, inputs: Sequence[Any], out: Any) -> None:
         """Try the candidates with the tensors of a call. All ranks call this, in the same call.
@@ -177,19 +181,30 @@ class Trial:
         self._conclude()
 
     def _meet_anew(self) -> None:
-        """Make the stopwatch. All ranks call this."""
+        """Make the stopwatch, and find a way for the ranks to meet. All ranks call this.
+
+        If a rank can meet in neither way, the ranks do not meet. Then times contain the delays of ranks that are late.
+        """
+        meetings: list[Meeting] = []
         ranks = 1 if self.session is None else self.session.size
-        self.stopwatch = Stopwatch(self.device, Meeting(ranks, self.make) if ranks > 1 else None)
+        for by_flags in ([True] if self.by_flags else []) + [False] if ranks > 1 else []:
+            problem, _ = self._attempted(lambda: meetings.append(Meeting(ranks, self.make, by_flags)))  # noqa: B023
+            if not problem:
+                break
+            meetings.clear()
+            LOG.info("the ranks do not meet by %s: %s", "flags" if by_flags else "an all-reduce", problem)
+        self.stopwatch = Stopwatch(self.device, meetings[0] if meetings else None)
 
     def _agreed(self) -> list[Candidate]:
         """Agree on the budget and on the challengers: those of rank 0, unless another rank lacks them."""
         mine = [astuple(candidate) for candidate in self.estimates]
         memory = self.session.groups.memory if self.session is not None else None
-        given = memory is not None and any(isinstance(x, torch.Tensor) and memory.gave(x) for x in self.inputs)
-        answers = self._exchange([self.budget, mine, given])
-        self.budget, rivals, _ = answers[0]
-        self.in_places = any(given for *_, given in answers)
-        shared = [Candidate(*each) for each in rivals if all(each in theirs for _, theirs, _ in answers)]
+        digests = {self.ranges.program(candidate).digest for candidate in self.estimates}
+        given = memory is not None and any(isinstance(x, torch.Tensor) and memory.gave(x, digests) for x in self.inputs)
+        answers = self._exchange([self.budget, mine, given, SYMMETRIC_LIMIT.get() is None])
+        self.budget, rivals, *_ = answers[0]
+        self.in_places, self.by_flags = any(given for *_, given, _ in answers), all(free for *_, free in answers)
+        shared = [Candidate(*each) for each in rivals if all(each in theirs for _, theirs, *_ in answers)]
         return [c for c in shared if c != self.progress.best] if self.budget else []
 
     def _duels(self, waiting: Sequence[Candidate], inputs: Sequence[Any], out: Any) -> None:
@@ -222,6 +237,7 @@ class Trial:
         self.runs.clear()
         self.ranges.failed.add(challenger)
         self.execute(best).recover()
+        self.execute(best).prepare(inputs, out)  # memory without a plan may be released
         self._meet_anew()  # what the ranks shared is gone
         self._warn(challenger, reason)
         self._drop_losers()
@@ -475,7 +491,7 @@ class Trial:
         plain = self.progress.plain
         results = [[astuple(it), us, replays.get(it), it in plain] for it, us in times.items()]
         with job.asking(self._place):
-            job.first_store.set(self._place, json.dumps([astuple(self.progress.best), results]))
+            job.first_store.set(self._place, json.dumps([astuple(self.progress.best), results, self.in_places]))
 
     def _takes_posted_result(self) -> bool:
         """Take the result of the trial that the other ranks have posted, if they have. Return True if they have."""
@@ -484,7 +500,7 @@ class Trial:
         with job.asking(self._place):
             if not job.first_store.check([self._place]):
                 return False
-            best, results = json.loads(job.first_store.get(self._place))
+            best, results, self.in_places = json.loads(job.first_store.get(self._place))
         self.progress.best = Candidate(*best)
         for fields, us, replay, plain in results:
             candidate = Candidate(*fields)

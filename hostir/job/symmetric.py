@@ -215,7 +215,7 @@ class SharedMemory:
     def ungiven(self, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield the parts of a flat buffer that do not belong to the caller."""
         at, here, size = 0, buffer.data_ptr(), buffer.itemsize
-        for begin, end in sorted(((begin - here) // size, (end - here) // size) for begin, end in self.given):
+        for begin, end in sorted(((begin - here) // size, -((here - end) // size)) for begin, end in self.given):
             if at < len(buffer) and begin < len(buffer) and end > at:
                 yield buffer[at : max(begin, at)]
                 at = end
@@ -384,9 +384,10 @@ class SymmetricMemory:
         assert memory is not None
         return memory
 
-    def gave(self, x: torch.Tensor) -> bool:
-        """Return True if a tensor begins in memory that `SharedMemory.give` has left to the caller."""
-        return any(begin <= x.data_ptr() < end for memory in self.met.values() for begin, end in memory.given)
+    def gave(self, x: torch.Tensor, digests: Set[str]) -> bool:
+        """Return True if `SharedMemory.give` has left a tensor to the caller. `digests` are those of its programs."""
+        memories = (memory for (digest, _), memory in self.met.items() if digest in digests)
+        return any(begin <= x.data_ptr() < end for memory in memories for begin, end in memory.given)
 
     def discard(self) -> None:
         """Release the memory that no plan of any rank uses. All ranks call this."""

@@ -161,4 +161,4 @@ def explained(executor: Executor, ran: Executor, started: bool) -> tuple[str, tu
 def _times(choice: Choice) -> str:
     """Return the times of the candidates of a choice, the fastest first; empty if there are none."""
     times = ", ".join(f"'{timing.candidate}' {timing.us:.0f} us" for timing in choice.timings)
-    return f", the fastest first: {times}" if times else ""
+    return f"{', the fastest first' * (len(choice.timings) > 1)}: {times}" if times else ""

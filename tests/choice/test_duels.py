@@ -273,14 +273,17 @@ def test_a_rank_takes_the_result_of_the_others_with_all_times() -> None:
     mine, theirs = (object.__new__(Trial) for _ in range(2))
     for trial in (mine, theirs):
         trial.name, trial.session, trial.progress = "trial", job, TrialState(CHAMPION)  # type: ignore[assignment]
+        trial.in_places = False
     assert not mine._takes_posted_result()
     theirs.progress.best = CHALLENGER
     theirs.progress.times |= {CHAMPION: 20.0, CHALLENGER: 1 / 3}
     theirs.progress.replays |= {CHALLENGER: 2 / 3}
     theirs.progress.plain |= {CHAMPION}
+    theirs.in_places = True
     theirs._post_result()
     assert mine._takes_posted_result()
     assert mine.progress == theirs.progress
+    assert mine.in_places, "such times are not kept"
 
 
 def test_a_challenger_that_cannot_be_captured_is_left_out_of_calls_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -397,18 +397,17 @@ def a_challenger_whose_call_fails_is_left_out_and_the_call_of_the_user_returns()
 
 
 @case
-def ranks_meet_before_each_timed_run_by_flags_or_by_an_all_reduce() -> None:
+def ranks_meet_by_flags_or_by_an_all_reduce() -> None:
     memory = hi.compile(rows(name="here"), "push").session.groups.memory
     assert memory is not None
-    for refused, limit, inputs in ((False, None, 0), (True, None, 1), (False, 1 << 30, 1)):
 
-        def make(program: Program, kernels: str, refused: bool = refused) -> Any:
-            return hi.Executor(program, kernels=kernels, symmetric_limit=0 if refused else None)
+    def make(program: Program, kernels: str) -> Any:
+        return hi.Executor(program, kernels=kernels)
 
+    torch.set_default_dtype(torch.bfloat16)
+    for by_flags in (True, False):
         met = set(memory.met)
-        with hi.knobs.scope(symmetric_limit=limit):
-            meeting = laps.Meeting(SIZE, make)
-        assert len(meeting.inputs) == inputs
+        meeting = laps.Meeting(SIZE, make, by_flags)
         for late in range(SIZE):
             dist.barrier()
             began = time.monotonic()
@@ -416,10 +415,36 @@ def ranks_meet_before_each_timed_run_by_flags_or_by_an_all_reduce() -> None:
                 time.sleep(0.2)
             meeting()
             assert time.monotonic() - began > 0.15
-        assert (set(memory.met) > met) == (inputs == 0)
+        assert (set(memory.met) > met) == by_flags
         meeting.end()
         memory.discard()
         assert set(memory.met) <= met
+    torch.set_default_dtype(torch.float32)
+
+
+@case
+def ranks_agree_how_they_meet_before_each_timed_run() -> None:
+    def tried(name: str, refused: Sequence[bool] = (), limit: int | None = None) -> list[bool]:
+        """Return the ways in which the ranks try to meet in a trial. Rank 1 fails in some, and may have a limit."""
+        ways, honest = list[bool](), laps.Meeting.__init__
+
+        def watched(self: laps.Meeting, ranks: int, execute: Any, by_flags: bool) -> None:
+            ways.append(by_flags)
+            honest(self, ranks, execute, by_flags)
+            if RANK == 1 and by_flags in refused:
+                raise ValueError("not here")
+
+        limited = hi.knobs.scope(symmetric_limit=limit if RANK == 1 else None)
+        with times({"ring": 100.0}), mock.patch.object(laps.Meeting, "__init__", watched), limited:
+            executor = hi.compile(rows(name=name), tune=2)
+            call(executor)
+            assert taken(executor) == ("ring", "measured")
+        return ways
+
+    assert tried("by_flags") == [True]
+    assert tried("not_by_flags", [True]) == [True, False]
+    assert tried("in_no_way", [True, False]) == [True, False]
+    assert tried("limited", limit=1 << 30) == [False]
 
 
 @case
@@ -502,6 +527,9 @@ def inputs_in_their_places_keep_their_values_if_a_call_fails_in_a_trial() -> Non
             torch.testing.assert_close(bystander(x, w)[0], y, rtol=1e-4, atol=1e-4)
             CALLED.clear()  # the rank on strike may have made one call less
             assert taken(executor) == ("push", "measured")
+            again, _ = executor.places(home, b)
+            assert again is not None
+            assert again.data_ptr() == home.data_ptr()
 
 
 @case
@@ -827,7 +855,7 @@ def a_failure_that_one_rank_has_while_it_plans_is_a_reason() -> None:
     def without_memory(self: RankExecutor, inputs: Sequence[Any], out: Any) -> None:
         known = bool(self.plans)
         honest(self, inputs, out)
-        if RANK == 1 and not known and self.program.name != laps.MEET:
+        if RANK == 1 and not known:
             raise torch.OutOfMemoryError("no memory left")
 
     with times({"ring": 100.0}), mock.patch.object(RankExecutor, "prepare", without_memory):

@@ -370,6 +370,12 @@ def test_memory_that_is_cleared_keeps_what_the_caller_wrote(gpus: Gpus, monkeypa
             clear()
             assert torch.equal(box == 3.0, kept)
             assert torch.equal(box.isnan(), ~kept)
+        plan.memory.given.clear()
+        halves = box.view(torch.bfloat16)[4:9]  # ends in the middle of an element of the buffer
+        plan.memory.give(halves)
+        halves.fill_(2.0)
+        clear()
+        assert bool((halves == 2.0).all())
 
 
 def recording_copies(copied: list[int]) -> Callable[..., Any]:
