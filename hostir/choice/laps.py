@@ -1,7 +1,7 @@
 """Laps: measurements of the time of one run of a candidate, in a trial.
 
-First all ranks meet. On CUDA they meet on the device, after it has waited while the host issues the run. So the time
-contains no delays of a host that issues the run within that wait.
+A lap begins at a barrier of all ranks. On CUDA the barrier is on the device, after the device has waited while the host
+issues the run. So the time contains no delays of a host that issues the run within that wait.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from hostir.kernels.pools import outside_pools
 CPU = torch.device("cpu")
 L2_FLUSH = 256 << 20  # bytes written before each run: several times as many as L2 holds
 WAIT = 1_000_000  # clock cycles for which the device waits, about 0.5 ms: the host issues most runs in less
-MEET = "meet"  # the name of the programs below
+BARRIER = "start_barrier"  # the name of the programs below
 BY_FLAGS = """hostir 1
 mesh @mesh [rank] = {mesh}
-program @meet() -> () {{
+program @start_barrier() -> () {{
   %here: f32[{ranks}@rank] = allocate_symmetric
   barrier of %here over rank
 }}
 """
 BY_ALL_REDUCE = """hostir 1
 mesh @mesh [rank] = {mesh}
-program @meet(%x: f32[1] partial(rank)) -> (%y) {{
+program @start_barrier(%x: f32[1] partial(rank)) -> (%y) {{
   %y: f32[1] = allocate
   %h = allreduce %x -> %y over rank
   wait %h
@@ -76,22 +76,22 @@ class CudaLap(Lap):
         return float(self.first.elapsed_time(self.last)) * 1e3 if self.last.query() else nan
 
 
-class Meeting:
-    """A small program of its own, in which all ranks meet. All ranks make this object, and call it together.
+class StartBarrier:
+    """A barrier of all ranks before a timed run. It is a small host program. All ranks make it, and call it together.
 
-    After a call, the work that follows on the current stream of a rank waits until all ranks are here. The ranks meet
-    by flags in symmetric memory, which takes a few microseconds, or by an all-reduce. Raises HostIRError if this rank
-    or another rank cannot do that.
+    After a call, the work that follows on the current stream of a rank waits until all ranks are here. The program is a
+    barrier by flags in symmetric memory, which takes a few microseconds, or an all-reduce. Raises HostIRError if a rank
+    cannot run the program.
 
     Args:
         ranks: the number of ranks.
         execute: makes an executor from a program and the name of its kernels.
-        by_flags: True to meet by flags.
+        by_flags: True for flags, False for an all-reduce.
     """
 
     def __init__(self, ranks: int, execute: Callable[[Program, str], RankExecutor], by_flags: bool) -> None:
         text = (BY_FLAGS if by_flags else BY_ALL_REDUCE).format(mesh=" ".join(map(str, range(ranks))), ranks=ranks)
-        self.executor = execute(parse(text, MEET), "aten")
+        self.executor = execute(parse(text, BARRIER), "aten")
         self.inputs: tuple[torch.Tensor, ...] = ()
         if not by_flags:
             here = torch.device("cuda", torch.cuda.current_device()) if self.executor.machine == "cuda" else CPU
@@ -111,11 +111,11 @@ class Stopwatch:
 
     Args:
         device: the type of the device, `cpu` or `cuda`.
-        meeting: lets all ranks meet; None if they do not meet.
+        barrier: the barrier before each lap; None to have no barrier.
     """
 
-    def __init__(self, device: str, meeting: Meeting | None) -> None:
-        self.on_gpu, self.meeting, self.flush = device == "cuda", meeting, None
+    def __init__(self, device: str, barrier: StartBarrier | None) -> None:
+        self.on_gpu, self.barrier, self.flush = device == "cuda", barrier, None
         if self.on_gpu:
             here = torch.device("cuda", torch.cuda.current_device())
             self.flush = outside_pools(here, _larger_than_l2)
@@ -128,11 +128,11 @@ class Stopwatch:
         return LAP()
 
     def _get_ready(self) -> None:
-        """Empty the L2 cache of a GPU, and let all ranks meet."""
+        """Overwrite the L2 cache of a GPU, and wait for all ranks."""
         if self.flush is not None:
             self.flush.zero_()
-        if self.meeting is not None:
-            self.meeting()
+        if self.barrier is not None:
+            self.barrier()
 
 
 def _larger_than_l2() -> torch.Tensor | None:

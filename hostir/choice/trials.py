@@ -10,7 +10,7 @@ after another. Both run in turn, in the order A B B A A B, and the one with the 
 its memory, so at most two candidates hold memory at a time.
 
 On CUDA the timed runs are replays of a CUDA graph, and also calls, unless they take long. Before each run the device is
-busy for half a millisecond, and then the ranks meet on it. So the time of a run contains no delays of the host, if the
+busy for half a millisecond, and then there is a barrier. So the time of a run contains no delays of the host, if the
 host issues the run within that time. A call can be faster than its replay, or slower, by some 10 us: the time of a
 candidate is the shorter of the two. The time in which the host issues a call is measured, too. The cost of a candidate
 is the time of the device; if the host takes longer, a part of the difference is added. This lies between the cost of
@@ -53,7 +53,7 @@ from hostir.call.arguments import unwritable, written_inputs
 from hostir.call.rank import RankExecutor
 from hostir.call.tensors import without_plain_memory
 from hostir.choice.choices import NO_CAPTURE, Candidate, Timing, TrialState
-from hostir.choice.laps import Lap, Meeting, Stopwatch
+from hostir.choice.laps import Lap, StartBarrier, Stopwatch
 from hostir.choice.ranges import Ranges, key
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, logger, warn_once
@@ -122,7 +122,7 @@ class Trial:
         self.uncaptured: set[Candidate] = set()  # candidates that cannot be captured: their calls are timed
         self.replaying: set[Candidate] = set()  # candidates whose executors can replay the caller's calls
         self.in_places = False  # if a rank passes inputs in symmetric memory that it got by `Executor.places`
-        # If the ranks meet by flags. With a limit, the flags and the candidates would release each other's memory.
+        # If the barrier may use flags. With a limit, the flags and the candidates would release each other's memory.
         self.by_flags = False
 
     def run(self, inputs: Sequence[Any], out: Any) -> None:
@@ -170,30 +170,34 @@ class Trial:
         """Try the candidates, and post the winner."""
         waiting = self._agreed()
         if waiting:
-            self._meet_anew()
+            self._set_up_laps()
             self._begin(self.progress.best, inputs, out)
             self._duels(waiting, inputs, out)
-            if self.stopwatch.meeting is not None:
-                self.stopwatch.meeting.end()
+            if self.stopwatch.barrier is not None:
+                self.stopwatch.barrier.end()
         self._drop_losers()
         self._finish_times()
         self._post_result()
         self._conclude()
 
-    def _meet_anew(self) -> None:
-        """Make the stopwatch, and find a way for the ranks to meet. All ranks call this.
+    def _set_up_laps(self) -> None:
+        """Make the stopwatch, with a barrier before each lap. All ranks call this.
 
-        If a rank can meet in neither way, the ranks do not meet. Then times contain the delays of ranks that are late.
+        If a rank can run neither kind of barrier, there is no barrier. Then times contain the delays of late ranks.
         """
-        meetings: list[Meeting] = []
-        ranks = 1 if self.session is None else self.session.size
-        for by_flags in ([True] if self.by_flags else []) + [False] if ranks > 1 else []:
-            problem, _ = self._attempted(lambda: meetings.append(Meeting(ranks, self.make, by_flags)))  # noqa: B023
-            if not problem:
-                break
-            meetings.clear()
-            LOG.info("the ranks do not meet by %s: %s", "flags" if by_flags else "an all-reduce", problem)
-        self.stopwatch = Stopwatch(self.device, meetings[0] if meetings else None)
+        barrier = None
+        if self._shared_session is not None:
+            barrier = (self._barrier(by_flags=True) if self.by_flags else None) or self._barrier(by_flags=False)
+        self.stopwatch = Stopwatch(self.device, barrier)
+
+    def _barrier(self, by_flags: bool) -> StartBarrier | None:
+        """Return the barrier before each lap; None if a rank cannot run it. All ranks call this."""
+        made: list[StartBarrier] = []
+        ranks = self.session.size if self.session is not None else 1
+        problem, _ = self._attempted(lambda: made.append(StartBarrier(ranks, self.make, by_flags)))
+        if problem:
+            LOG.info("trials have no barrier by %s: %s", "flags" if by_flags else "an all-reduce", problem)
+        return None if problem else made[0]
 
     def _agreed(self) -> list[Candidate]:
         """Agree on the budget and on the challengers: those of rank 0, unless another rank lacks them."""
@@ -238,7 +242,7 @@ class Trial:
         self.ranges.failed.add(challenger)
         self.execute(best).recover()
         self.execute(best).prepare(inputs, out)  # memory without a plan may be released
-        self._meet_anew()  # what the ranks shared is gone
+        self._set_up_laps()  # what the ranks shared is gone
         self._warn(challenger, reason)
         self._drop_losers()
         self._begin(best, inputs, out)

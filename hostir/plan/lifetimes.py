@@ -110,9 +110,9 @@ def awaited_at_once(unrolled: UnrolledProgram) -> frozenset[int]:
 
 
 def in_workspaces(unrolled: UnrolledProgram) -> dict[int, CollectiveOp]:
-    """Return the collectives that use the workspace, by their positions; none if ranks may do different things.
+    """Return the collectives that use the workspace, by their positions.
 
-    Collectives `by low_latency` use slots instead.
+    Collectives `by low_latency` use slots instead. The result is empty if ranks may do different things.
     """
     if any(s.conditional for s in unrolled.program.walk()):
         return {}
@@ -121,10 +121,11 @@ def in_workspaces(unrolled: UnrolledProgram) -> dict[int, CollectiveOp]:
 
 
 def input_in_workspace(unrolled: UnrolledProgram) -> int | None:
-    """Return the register of the input that the caller may compute in the workspace; None if there is none.
+    """Return the register of the input that the caller may compute in the workspace, or None.
 
-    A single collective uses the workspace, and the input is its operand. The collective leaves the workspace as it is,
-    and ends after all ranks have read it. torch's kernels for all-reduces store parts of their results there.
+    The input must be the operand of the only collective that uses the workspace. This collective must leave the
+    workspace as it is, and end after all ranks have read it. All-reduces do not: torch's kernels store parts of their
+    results there.
     """
     collectives = [*in_workspaces(unrolled).values()]
     if len(collectives) != 1 or collectives[0].communication == "allreduce":
@@ -146,7 +147,7 @@ def workspace_buffers(unrolled: UnrolledProgram) -> frozenset[int]:
     on all ranks.
     """
     collectives = in_workspaces(unrolled)
-    if not awaited_at_once(unrolled).issuperset(op.handle for op in collectives.values()):
+    if not collectives or not awaited_at_once(unrolled).issuperset(op.handle for op in collectives.values()):
         return frozenset()
     uses: dict[int, list[int]] = {}
     for at, op in enumerate(unrolled.ops):

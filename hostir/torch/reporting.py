@@ -159,6 +159,6 @@ def explained(executor: Executor, ran: Executor, started: bool) -> tuple[str, tu
 
 
 def _times(choice: Choice) -> str:
-    """Return the times of the candidates of a choice, the fastest first; empty if there are none."""
+    """Return the times of the candidates of a choice, the fastest first, or an empty text."""
     times = ", ".join(f"'{timing.candidate}' {timing.us:.0f} us" for timing in choice.timings)
     return f"{', the fastest first' * (len(choice.timings) > 1)}: {times}" if times else ""

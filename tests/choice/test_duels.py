@@ -203,7 +203,10 @@ def test_short_calls_are_timed_besides_their_replays_unless_the_caller_captures_
 
     executor, chosen, replays_itself = Executor(), SimpleNamespace(calls=calls), True
     ranges: Any = SimpleNamespace(choice=lambda sizes: None, budget=1.0, decider=chosen)
-    find: Any = lambda *names: executor  # noqa: E731
+
+    def find(*_: object) -> Any:
+        return executor
+
     trial = Trial("trial", [Timing(CHAMPION, estimate)], ranges, {}, find, find)
     monkeypatch.setattr(Trial, "_exchange", lambda self, mine: [mine])
     trial._begin(CHAMPION, [], None)

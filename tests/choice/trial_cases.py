@@ -69,7 +69,7 @@ def times(by_strategy: Mapping[str, float]) -> Iterator[None]:
     honest, by_digest = RankExecutor.__call__, dict[str, str]()
 
     def recorded(self: RankExecutor, *inputs: Any, out: Any = None) -> tuple[Any, ...]:
-        if self.program.name != laps.MEET:
+        if self.program.name != laps.BARRIER:
             CALLED.append(by_digest.get(self.program.digest, "asked for"))
         return honest(self, *inputs, out=out)
 
@@ -344,7 +344,7 @@ def failing(
 
     def issue(self: RankExecutor, bound: Any, *arguments: Any) -> Any:
         nonlocal made
-        if self.program.name == laps.MEET:
+        if self.program.name == laps.BARRIER:
             return honest(self, bound, *arguments)
         made += CALLED[-1] == strategy
         if CALLED[-1] != strategy or RANK not in on or made < call:
@@ -397,7 +397,7 @@ def a_challenger_whose_call_fails_is_left_out_and_the_call_of_the_user_returns()
 
 
 @case
-def ranks_meet_by_flags_or_by_an_all_reduce() -> None:
+def a_barrier_by_flags_or_by_an_all_reduce_waits_for_all_ranks() -> None:
     memory = hi.compile(rows(name="here"), "push").session.groups.memory
     assert memory is not None
 
@@ -407,35 +407,35 @@ def ranks_meet_by_flags_or_by_an_all_reduce() -> None:
     torch.set_default_dtype(torch.bfloat16)
     for by_flags in (True, False):
         met = set(memory.met)
-        meeting = laps.Meeting(SIZE, make, by_flags)
+        barrier = laps.StartBarrier(SIZE, make, by_flags)
         for late in range(SIZE):
             dist.barrier()
             began = time.monotonic()
             if late == RANK:
                 time.sleep(0.2)
-            meeting()
+            barrier()
             assert time.monotonic() - began > 0.15
         assert (set(memory.met) > met) == by_flags
-        meeting.end()
+        barrier.end()
         memory.discard()
         assert set(memory.met) <= met
     torch.set_default_dtype(torch.float32)
 
 
 @case
-def ranks_agree_how_they_meet_before_each_timed_run() -> None:
+def ranks_agree_on_the_barrier_before_each_timed_run() -> None:
     def tried(name: str, refused: Sequence[bool] = (), limit: int | None = None) -> list[bool]:
-        """Return the ways in which the ranks try to meet in a trial. Rank 1 fails in some, and may have a limit."""
-        ways, honest = list[bool](), laps.Meeting.__init__
+        """Return which barriers a trial tries, as `by_flags`. Rank 1 fails in some, and may have a limit."""
+        ways, honest = list[bool](), laps.StartBarrier.__init__
 
-        def watched(self: laps.Meeting, ranks: int, execute: Any, by_flags: bool) -> None:
+        def watched(self: laps.StartBarrier, ranks: int, execute: Any, by_flags: bool) -> None:
             ways.append(by_flags)
             honest(self, ranks, execute, by_flags)
             if RANK == 1 and by_flags in refused:
                 raise ValueError("not here")
 
         limited = hi.knobs.scope(symmetric_limit=limit if RANK == 1 else None)
-        with times({"ring": 100.0}), mock.patch.object(laps.Meeting, "__init__", watched), limited:
+        with times({"ring": 100.0}), mock.patch.object(laps.StartBarrier, "__init__", watched), limited:
             executor = hi.compile(rows(name=name), tune=2)
             call(executor)
             assert taken(executor) == ("ring", "measured")

@@ -273,17 +273,17 @@ def test_memory_with_another_writer_is_no_place_for_an_input(
 
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_no_rank_leaves_a_meeting_before_all_ranks_have_come(
+def test_no_rank_leaves_the_barrier_of_a_timed_run_before_all_ranks_have_come(
     ranks: int, seed: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The end of a call may replace the first barrier of the next one, but not in this program."""
-    meet = hi.parse(laps.BY_FLAGS.format(mesh=" ".join(map(str, range(ranks))), ranks=ranks))
+    barrier = hi.parse(laps.BY_FLAGS.format(mesh=" ".join(map(str, range(ranks))), ranks=ranks))
     came, left = [0] * ranks, []
 
     def come(rank: int) -> None:
         came[rank] += 1
 
-    for rank, plan in enumerate(plans(gpus, meet, [[]] * ranks, monkeypatch)):
+    for rank, plan in enumerate(plans(gpus, barrier, [[]] * ranks, monkeypatch)):
         gpus.current = Stream()
         for _ in range(4):
             gpus.current.add(partial(come, rank))
