@@ -162,3 +162,17 @@ def test_an_input_in_its_symmetric_buffer_is_copied_if_its_strides_differ(
         x = torch.randn(4, 4)
         home.copy_(x)
         assert torch.equal(call(executor, machine, turn(home)), turn(x))
+
+
+def test_simulated_ranks_refuse_inputs_of_places_as_those_of_a_call() -> None:
+    executor = Executor(alone(BOXED, "%a: f32[4, 4]"), machine="local")
+    assert executor.places(torch.zeros(4, 4)) == (None,)
+    for wrong in (
+        (),
+        (torch.zeros(4, 4), torch.zeros(4, 4)),
+        (torch.zeros(3, 4),),
+        (torch.zeros(4, 4).double(),),
+        ("x",),
+    ):
+        refusals = [said(lambda call=call, wrong=wrong: call(*wrong)) for call in (executor.places, executor)]
+        assert refusals[0] == refusals[1]
