@@ -172,6 +172,19 @@ class EndOfCall:
 TaskWork = Nothing | Pause | Gemm | Traffic | CostTransfer | CostCopy | CostBarrier | EndOfCall
 
 
+@dataclass(frozen=True)
+class Loads:
+    """What a matmul loads from memory.
+
+    Fields:
+        cached: True if its right operand is in L2, because an earlier matmul of the rank has read it.
+        before: the number of bytes of right operands that earlier matmuls of the rank have loaded.
+    """
+
+    cached: bool = False
+    before: int = 0
+
+
 @dataclass(eq=False)
 class CostTask:
     """An operation that a rank issues to a lane.
@@ -187,7 +200,7 @@ class CostTask:
         raises: the signals of the flags that the task raises, in the order in which it computes their blocks.
         overlapped_sms: the number of SMs that copies take while it runs.
         reserved_sms: the number of SMs that it leaves to signals.
-        cached: True if it is a matmul whose right operand is in L2, because an earlier matmul of the rank has read it.
+        loads: what it loads from memory, if it is a matmul.
         added: the number of bytes of the tensor that it adds to its product, if it is a matmul.
         op: the operation of the unrolled program; None for the reset of the flags at the end of a call.
         launches: how often the host issues each operation for this task, by a key of `Hardware.launch`. It counts all
@@ -203,7 +216,7 @@ class CostTask:
     raises: list[CostTask] = field(default_factory=list)
     overlapped_sms: int = 0
     reserved_sms: int = 0
-    cached: bool = False
+    loads: Loads = Loads()
     added: int = 0
     op: Op | None = None
     launches: Mapping[str, int] = field(default_factory=dict)
@@ -345,6 +358,7 @@ class RankTasks:
         self.counts: Counter[Any] = Counter()  # the number of collectives and barriers of each team so far
         self.in_workspace = workspace_buffers(unrolled)
         self.in_l2: dict[Any, int] = {}  # the bytes of the right operands that L2 holds, the latest read last
+        self.loaded = 0  # the bytes of right operands that matmuls have loaded so far
         self.stream = CALLER
         self.launches: dict[str, int] = {}  # the operations that the host has issued since the latest task
         runs = Pushes.of(unrolled)
@@ -437,19 +451,20 @@ class RankTasks:
             others = [layouts[register] for register in op.operands[2:] if register != NONE]
             adds = layouts[op.out] in others
             task.added = adds * self.registers.bytes[op.out]
-            task.cached = self.reads_l2(layouts[op.operands[1]], right_bytes(work))
+            task.loads = self.loads(layouts[op.operands[1]], right_bytes(work))
         if ready is not None:
             self.wait_for_blocks(task, op, ready)
         if op.done is not None:
             self.raise_flags(task, op, op.done)
 
-    def reads_l2(self, right: Any, size: int) -> bool:
-        """Return True if a matmul finds its right operand of `size` bytes in L2. Record that L2 then holds it."""
-        cached = self.in_l2.pop(right, None) is not None
+    def loads(self, right: Any, size: int) -> Loads:
+        """Return what a matmul with a right operand of `size` bytes loads. Record that L2 then holds this operand."""
+        loads = Loads(self.in_l2.pop(right, None) is not None, self.loaded)
+        self.loaded += size * (not loads.cached)
         self.in_l2[right] = size
         while sum(self.in_l2.values()) > IN_L2:
             del self.in_l2[next(iter(self.in_l2))]
-        return cached
+        return loads
 
     def wait_for_blocks(self, task: CostTask, op: ComputeOp, ready: Ready) -> None:
         """Make a task wait, while it runs, for the flags of its blocks."""

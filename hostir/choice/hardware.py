@@ -1,17 +1,15 @@
 """Known machines: the constants of their GPUs for the cost model, and the measurements from which they come.
 
 H100 and H200 have the same SMs and the same links, and their constants differ only in the rates of memory. They are
-fitted together to the times of all candidates on 2 GPUs in benchmarks/results, with 1 to 32,768 rows, and to the times
-of matmuls alone in the same tables. The fit minimizes the number of estimates for CUDA graphs that are off by more than
-10 %, and the regret of the choice. Constants about which the times say little stay near their starting values. Tables
-on 4 and 8 GPUs, and old ones, count half.
+fitted together to the times of all candidates on 2 GPUs in benchmarks/results, with 1 to 32,768 rows. The fit minimizes
+the number of estimates for CUDA graphs that are off by more than 10 %, and the regret of the choice. Constants about
+which the times say little stay near their starting values. Tables on 4 and 8 GPUs, and old ones, count half.
 
-93 % of the estimates for the tables in benchmarks/results/2xH100 are within 10 % of the time, and 89 % of those for
-benchmarks/results/2xH200. When most tables in 2xH200 were made anew, 88 % of the estimates with the constants of that
-day were within 10 %. If the fit sees the tables of H100 alone, and the rates of H200's memory are given, 89 % of the
-estimates for H200 are. On 8 ranks, sums were only emulated: see tests/choice/test_recorded.py.
-`python -m benchmarks.regret` prints the shares of each table, and the time that is lost if the choice follows the
-estimates.
+93 % of the estimates for the tables in benchmarks/results/2xH100 are within 10 % of the time, and 92 % of those for
+benchmarks/results/2xH200. A fit that sees only these tables predicts 88 % of the other tables within 10 %. Two tables
+of H200 for the same rows, made on different days, agree within 10 % in 97 % of the times. On 8 ranks, sums were only
+emulated: see tests/choice/test_recorded.py. `python -m benchmarks.regret` prints the shares of each table, and the time
+that is lost if the choice follows the estimates.
 
 Not fitted are `kernel_signal`, which was measured by a chain of copies in which kernels on another stream send the
 signals, the constants of all-to-alls, and `busy_sms`. Host times of operations are fitted to those of all candidates in
@@ -60,6 +58,8 @@ class Hardware:
             limits the clock.
         memory: the rate of kernels that are bound by memory, counting the bytes read and the bytes written.
         operands: the rate at which a matmul reads its operands from memory and writes its result.
+        dirty: the bytes that earlier work has left in L2 and not in memory when a call begins. A matmul writes them to
+            memory while it loads its operands.
         small_kernel: the time of a kernel that moves few bytes.
         during_matmul: the share of its rate that a kernel keeps beside a matmul if memory bounds it. It gets SMs
             as tiles of the matmul end, and hardly slows the matmul down.
@@ -70,7 +70,8 @@ class Hardware:
         collective: the fixed time of a collective.
         captured: the time by which a call with a matmul and collectives of NCCL begins later in a CUDA graph than if
             the host issues it.
-        low_latency: the fixed time of a collective by a low-latency protocol. Such a protocol has a third of the rate.
+        low_latency: the fixed time of a collective by NCCL's protocols of low latency.
+        low_latency_step: the time by which such a collective takes longer if it is not small.
         all_reduce: the time by which an all-reduce takes longer than another collective by the protocol of high rate.
         behind: the time by which a collective takes longer if a matmul is the last task that it waits for.
         rates: the rate of each collective, counting the bytes that leave a rank and half of the bytes that it keeps.
@@ -129,6 +130,8 @@ class Hardware:
     poll_started: float
     launch: Mapping[str, float] = field(default_factory=dict)
     host_lead: float = 0.0
+    dirty: float = 0.0
+    low_latency_step: float = 0.0
     begin: float = 0.0
     first_matmul: float = 0.0
     captured: float = 0.0
@@ -174,8 +177,8 @@ _CUBLAS_TILES = (
     Tile(128, 192, rate=0.93),
     Tile(128, 128),
     Tile(64, 256, rate=0.7),
-    Tile(64, 128, rate=0.81),
-    Tile(64, 64, rate=0.51),
+    Tile(64, 128, rate=0.765),
+    Tile(64, 64, rate=0.738),
 )
 _GEMMS = (*(dtype for dtype in FLOATS if dtype not in FP8), "f8", "f8s")  # `Gemm`'s names of operand dtypes
 # TFLOP/s of calls that are too short for a power limit.
@@ -183,66 +186,68 @@ _CUBLAS_PEAK = {"bf16": 907.0, "f16": 907.0, "f32": 57.5, "f64": 66.4, "f8": 173
 H200 = Hardware(
     "h200",
     sms=132,
-    throttle=0.037,
-    memory=3620.0,
-    operands=3460.0,
-    small_kernel=5.0,
+    throttle=0.0345,
+    memory=3800.0,
+    operands=3660.0,
+    dirty=25.2e6,
+    small_kernel=5.75,
     kernels={
         "aten": Kernels(
             dict.fromkeys(_GEMMS, _CUBLAS_TILES),
-            Rates({dtype: peak / 132 for dtype, peak in _CUBLAS_PEAK.items()}, tile=0.597),
-            start=3.76,
+            Rates({dtype: peak / 132 for dtype, peak in _CUBLAS_PEAK.items()}, tile=1.17),
+            start=2.73,
             busy_sms={"allgather": 55, "reduce_scatter": 48, "allreduce": 48, "alltoall": 48},
         ),
         "triton": Kernels(
             {dtype: candidates(dtype) for dtype in _GEMMS if dtype != "f64"}
             | {"f64": _CUBLAS_TILES},  # ATen computes f64
-            replace(replace(TRITON, peak={**TRITON.peak, "f64": 60.0 / 132}).scaled(1.1), tile=1.1),
-            start=3.71,
+            replace(replace(TRITON, peak={**TRITON.peak, "f64": 60.0 / 132}).scaled(1.1), tile=1.45),
+            start=2.83,
             busy_sms={"allgather": 14, "reduce_scatter": 68, "allreduce": 68, "alltoall": 68},
         ),
     },
-    collective=21.8,
-    low_latency=6.18,
+    collective=22.2,
+    low_latency=5.05,
+    low_latency_step=2.61,
     rates={
-        "allgather": 364.0,
-        "reduce_scatter": 373.0,
-        "allreduce": 388.0,
+        "allgather": 349.0,
+        "reduce_scatter": 379.0,
+        "allreduce": 395.0,
         "alltoall": 360.0,
     },
     during_computation={
-        "allgather": 0.816,
-        "reduce_scatter": 0.738,
-        "allreduce": 0.67,
+        "allgather": 0.755,
+        "reduce_scatter": 0.663,
+        "allreduce": 0.65,
         "alltoall": 0.738,
     },
-    copy=6.14,
-    link=362.0,
-    crowded=0.58,
-    push=5.38,
-    sm_rate=24.5,
-    barrier=5.6,
-    signal=1.24,
+    copy=6.42,
+    link=361.0,
+    crowded=0.64,
+    push=5.8,
+    sm_rate=21.4,
+    barrier=5.45,
+    signal=1.9,
     kernel_signal=2.5,
-    raised=8.27,
-    edge=0.922,
-    flag_wait=9.26,
-    poll=8.14,
-    poll_started=4.84,
+    raised=10.5,
+    edge=1.05,
+    flag_wait=10.4,
+    poll=9.21,
+    poll_started=3.37,
     launch=LAUNCH,
     host_lead=40.0,
-    begin=4.48,
-    first_matmul=3.28,
-    captured=5.78,
-    all_reduce=4.11,
-    behind=4.05,
-    waited=5.88,
-    sending=343.0,
-    during_matmul=0.479,
-    ending=3.14,
+    begin=3.33,
+    first_matmul=0.734,
+    captured=5.77,
+    all_reduce=5.03,
+    behind=4.53,
+    waited=4.98,
+    sending=328.0,
+    during_matmul=0.35,
+    ending=4.46,
     source="fitted to calls on 2 x H100 and 2 x H200 with NVLink 4",
 )
-H100 = replace(H200, name="h100", memory=2560.0, operands=2590.0)
+H100 = replace(H200, name="h100", memory=2650.0, operands=2760.0)
 _CPU_PEAK = {"bf16": 0.02, "f16": 0.02, "f32": 0.05, "f64": 0.025, "f8": 0.02, "f8s": 0.02}
 _ON_CPU = {dtype: (Tile(1, 1, 1),) for dtype in _GEMMS}, Rates(_CPU_PEAK)
 CPU = Hardware(

@@ -26,6 +26,7 @@ from hostir.choice.cost import (
     CostTask,
     CostTransfer,
     EndOfCall,
+    Loads,
     Nothing,
     Pause,
     Shared,
@@ -33,17 +34,21 @@ from hostir.choice.cost import (
     Traffic,
 )
 from hostir.choice.hardware import Hardware, Kernels
-from hostir.kernels.matmul.estimate import Rates, block_ends, choose, collecting, duration, in_l2
+from hostir.kernels.matmul.estimate import Rates, block_ends, choose, collecting, duration, in_l2, right_bytes
 from hostir.kernels.matmul.schedule import Grid
 from hostir.kernels.matmul.tiles import Gemm, Tile, grouped_tile
 
 EPSILON = 1e-9
 UNTHROTTLED_FLOPS = 0.026e12  # a call with more floating point operations is slower: power limits the clock
 LEAST_PEAK = 0.76  # the share of the peak that is left however long a call computes
-LEFTOVER = 0.5  # the speed of a matmul on SMs that the last wave of another matmul leaves idle: both compete for L2
+LEFTOVER = 0.9  # the speed of a matmul on SMs that the last wave of another matmul leaves idle: both compete for L2
+SMALL = 64e3  # bytes of a collective by NCCL's protocol of lowest latency
+LOW_LATENCY_SHARE = 2.4  # microseconds per byte by NCCL's protocols of low latency, relative to the one of high rate
 SHORT_ALL_REDUCE = 1.5e6  # bytes: NCCL 2.28 takes the protocol of high rate for longer ones, even if it is slower
-ADDING = 6.0  # microseconds between a product and one that adds to its result, besides the bytes that it reads
+BLOCK_BY_BLOCK = 0.913  # the speed of a Triton matmul that raises flags: in this order it finds less in L2
+ADDING = 7.14  # microseconds between a product and one that adds to its result, besides the bytes that it reads
 IN_SUM = 0.5  # microseconds of a computation that the kernel of a sum over ranks carries out, with few bytes
+COLD = Loads()  # the first matmul of a call
 GRAPH, EAGER = "graph", "eager"
 HOST_ONLY = frozenset({"", "allocate", "stream", "view", "wait"})  # operations that issue nothing to the device
 
@@ -128,23 +133,23 @@ class GemmCosts:
         """Return the rates of the kernel of a matmul. Grouped matmuls run in Triton."""
         return self.grouped_rates if gemm.grouped else self.rates
 
-    def time(self, gemm: Gemm, cached: bool = False) -> float:
+    def time(self, gemm: Gemm, loads: Loads = COLD) -> float:
         """Return the microseconds of a matmul with its fastest tile, if all its rows are ready when it starts.
 
-        `cached`: True if its right operand is in L2.
+        `loads` is what it loads from memory.
         """
         gemm = replace(gemm, block=None, separate=False, overlapped=False)
-        computing = max(self.tiles(gemm, self.fastest(gemm)), self.streaming(gemm, cached))
+        computing = max(self.tiles(gemm, self.fastest(gemm)), self.streaming(gemm, loads))
         return self.family.start + collecting(gemm) + computing
 
-    def time_on(self, gemm: Gemm, sms: int) -> float:
+    def time_on(self, gemm: Gemm, sms: int, loads: Loads = COLD) -> float:
         """Return the microseconds of a matmul on `sms` SMs.
 
         Its tile is the fastest tile on all SMs, with the best split on `sms` SMs.
         """
         tile = replace(self.fastest(gemm), split=0)  # its split was chosen for all SMs; choose it again for `sms`
         tile = tile if gemm.grouped else choose(gemm, sms, (tile,), self.family.rates)
-        return self.family.start + collecting(gemm) + max(self.tiles(gemm, tile, sms), self.streaming(gemm))
+        return self.family.start + collecting(gemm) + max(self.tiles(gemm, tile, sms), self.streaming(gemm, loads))
 
     def fastest(self, gemm: Gemm, sms: int | None = None) -> Tile:
         """Return the fastest tile for a matmul on `sms` SMs, with its best split.
@@ -159,14 +164,15 @@ class GemmCosts:
         """Return the microseconds of all tiles of a matmul, if all its rows are ready when it starts."""
         return duration(tile, gemm, sms or self.hardware.sms, self.rates_of(gemm))[1]
 
-    def streaming(self, gemm: Gemm, cached: bool = False) -> float:
+    def streaming(self, gemm: Gemm, loads: Loads = COLD) -> float:
         """Return the microseconds that memory takes to load the operands of a matmul and to store the result.
 
-        `cached`: True if the right operand is in L2.
+        While they are loaded, data of earlier kernels that only L2 holds are written to memory.
         """
-        elements = gemm.rows * gemm.k + (not cached) * gemm.matrices * gemm.k * gemm.n + gemm.rows * gemm.n
-        bytes_moved = elements * gemm.itemsize
-        return bytes_moved / self.hardware.operands / 1e3
+        elements = gemm.rows * gemm.k + (not loads.cached) * gemm.matrices * gemm.k * gemm.n + gemm.rows * gemm.n
+        loaded = elements * gemm.itemsize
+        written_back = min(loaded, max(self.hardware.dirty - loads.before, 0.0))
+        return (loaded + written_back) / self.hardware.operands / 1e3
 
     def filled(self, gemm: Gemm) -> float:
         """Return the share of the SMs that the tiles of a matmul keep busy, averaged over the time of the matmul."""
@@ -185,25 +191,28 @@ class GemmCosts:
 
         The arguments and the results have the same meaning as in `Costs.by_blocks`.
         """
-        h, count = self.hardware, len(task.raises)
+        h, count, rates = self.hardware, len(task.raises), self.rates_of(gemm)
+        if count:
+            rates = rates.scaled(BLOCK_BY_BLOCK)
         start += self.family.start
         if gemm.collects or (gemm.grouped and arrivals):  # each block when it has arrived, and then all tiles
             whole = collecting(replace(gemm, collects=True))
             start = max([start + whole, *(arrival + h.poll + whole / len(arrivals) for arrival in arrivals)])
             arrivals = ()
         if not arrivals:
-            tile, streaming = self.fastest(gemm), self.streaming(gemm)
-            flags = block_ends(tile, gemm, h.sms, self.rates_of(gemm), [start], count) if count else ()
-            end = start + max(self.tiles(gemm, tile), streaming)
+            tile, streaming = self.fastest(gemm), self.streaming(gemm, task.loads)
+            flags = block_ends(tile, gemm, h.sms, rates, [start], count) if count else ()
+            end = start + max(duration(tile, gemm, h.sms, rates)[1], streaming)
             rows = -(-gemm.rows // tile.m)  # of tiles: each tile that a block needs streams its operands
             streamed = [-(-(i + 1) * rows // count) / rows for i in range(count)]
             return end, tuple(max(t, start + streaming * x) for t, x in zip(flags, streamed, strict=True))
         sms = h.sms - task.overlapped_sms - task.reserved_sms
-        rates = self.rates_of(gemm)
         poll = h.poll_started if task.overlapped_sms else h.poll
         begins, tile = [max(start, arrival) + poll for arrival in arrivals], self.fastest(gemm, sms)
         flags = block_ends(tile, gemm, sms, rates, begins, count) if count else ()
-        return duration(tile, gemm, sms, rates, begins)[0], flags
+        spanned = 1 if gemm.separate or gemm.block is None else -(-tile.m // gemm.block)  # by the first tile
+        loaded = max(begins[:spanned]) + self.streaming(gemm, task.loads)
+        return max(duration(tile, gemm, sms, rates, begins)[0], loaded), flags
 
 
 class Costs:
@@ -227,8 +236,8 @@ class Costs:
             return self.by_blocks(task, 0.0, [])[0]
         if isinstance(work, Gemm):
             if not task.added:
-                return self.gemms.time(work, task.cached)
-            return self.adding.time(work, task.cached) + task.added / h.operands / 1e3 + ADDING
+                return self.gemms.time(work, task.loads)
+            return self.adding.time(work, task.loads) + task.added / h.operands / 1e3 + ADDING
         if isinstance(work, Traffic):
             return (h.small_kernel * self.kernel_count(work) or IN_SUM) + self.traffic(work)
         if isinstance(work, CostTransfer):
@@ -287,8 +296,8 @@ class Costs:
     def transfer(self, transfer: CostTransfer) -> float:
         """Return the microseconds of a collective.
 
-        NCCL takes the faster of two protocols, low latency and high rate; see SHORT_ALL_REDUCE. The slower of links and
-        NICs counts.
+        NCCL takes the faster of its protocols: those of low latency, or the one of high rate; see SHORT_ALL_REDUCE. The
+        slower of links and NICs counts.
         """
         if (time := implemented(transfer, self.hardware)) is not None:
             return time
@@ -300,7 +309,8 @@ class Costs:
             moving = max(moving, between.bytes / nics / 1e3)
             latency = transfer.steps * (between.hosts - 1) * h.nic_latency
         sums_all = transfer.collective == "allreduce"
-        low, high = h.low_latency + 3 * moving, h.collective + h.all_reduce * sums_all + moving
+        low = h.low_latency + h.low_latency_step * (transfer.bytes > SMALL) + LOW_LATENCY_SHARE * moving
+        high = h.collective + h.all_reduce * sums_all + moving
         return latency + (high if sums_all and transfer.bytes > SHORT_ALL_REDUCE else min(low, high))
 
     def speed_during(self, task: CostTask, collective: str) -> float:
@@ -308,13 +318,14 @@ class Costs:
         sms = self.hardware.sms - self.gemms.family.busy_sms.get(collective, 0)
         if not isinstance(task.work, Gemm):
             return sms / self.hardware.sms
-        return self.alone(task) / self.gemms.time_on(task.work, sms)
+        return self.alone(task) / self.gemms.time_on(task.work, sms, task.loads)
 
     def width(self, task: CostTask) -> float:
         """Return the larger of two shares that a computation uses: its share of the SMs, or of the memory bandwidth."""
         if not isinstance(task.work, Gemm):
             return 1.0
-        return min(1.0, max(self.gemms.filled(task.work), self.gemms.streaming(task.work) / self.alone(task)))
+        of_memory = self.gemms.streaming(task.work, task.loads) / self.alone(task)
+        return min(1.0, max(self.gemms.filled(task.work), of_memory))
 
     def share(self, task: CostTask, idle: float) -> float:
         """Return the share of all SMs that a computation gets if the share `idle` is free.
@@ -344,8 +355,10 @@ class Costs:
         parts = len(arrivals) or count or 1
         if isinstance(work, Gemm):
             part = replace(work, m=max(-(-work.m // parts), 1))
-            gap, later = self.hardware.flag_wait, self.gemms.time(part, task.cached or in_l2(work))
-            part_time = self.gemms.time(part, task.cached)
+            loads, right = task.loads, right_bytes(work)
+            later_loads = Loads(loads.cached or in_l2(work), loads.before + (not loads.cached) * right)
+            gap, later = self.hardware.flag_wait, self.gemms.time(part, later_loads)
+            part_time = self.gemms.time(part, task.loads)
         else:
             assert isinstance(work, Traffic)
             gap = 0.0 if self.sums_in_triton else self.hardware.small_kernel * work.aten_kernels

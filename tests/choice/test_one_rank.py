@@ -75,7 +75,9 @@ def test_right_operands_stay_in_l2_until_others_take_their_place() -> None:
         for right in (weights[0], weights[0], weights[1], weights[0], small, small):
             fusion.output(hi.matmul(x, right))
     tasks = tasks_of(hi.lower(fusion, "sequential"), {})
-    assert [task.cached for task in tasks if isinstance(task.work, Gemm)] == [False, True, False, False, False, True]
+    loads = [task.loads for task in tasks if isinstance(task.work, Gemm)]
+    assert [each.cached for each in loads] == [False, True, False, False, False, True]
+    assert [each.before >> 20 for each in loads] == [0, 32, 32, 64, 96, 104]
 
 
 @pytest.mark.parametrize("strategy", ONE_RANK)

@@ -43,5 +43,5 @@ def test_estimates_of_blocks_sent_when_computed_are_near_their_times() -> None:
         tasks = tasks_of(scattered_rows(row["ranks"], *shape), {})
         ratios[row["ranks"], shape] = simulation.estimates(tasks, H200, "triton")["graph"] / row["scatter_us"]
     assert len(ratios) == 18
-    assert sum(0.9 < ratio < 1.13 for ratio in ratios.values()) >= OFTEN * len(ratios), list(ratios.items())
-    assert all(0.8 < ratio < 1.15 for ratio in ratios.values()), list(ratios.items())
+    assert sum(0.9 < ratio < 1.1 for ratio in ratios.values()) >= 15, list(ratios.items())
+    assert all(0.85 < ratio < 1.16 for ratio in ratios.values()), list(ratios.items())

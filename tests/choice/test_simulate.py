@@ -14,7 +14,7 @@ import pytest
 import hostir as hi
 from examples import patterns
 from hostir.choice import simulation
-from hostir.choice.cost import CostCopy, CostTask, CostTransfer, Nothing, Pause, Traffic, tasks_of
+from hostir.choice.cost import CostCopy, CostTask, CostTransfer, Loads, Nothing, Pause, Traffic, tasks_of
 from hostir.choice.decision import decide
 from hostir.choice.hardware import H200, Hardware, parse_machine
 from hostir.choice.platforms import reference
@@ -291,6 +291,24 @@ def test_a_matmul_that_waits_for_blocks_ends_after_the_last_of_them(kernels: str
     assert 5000 < very_late < 5000 + without_blocks / 2
 
 
+def test_the_first_matmuls_of_a_call_write_back_what_others_left_in_l2() -> None:
+    few, c = Gemm(1, 8192, 4096, "bf16"), costs()
+    size = 2 * (4096 + 8192 * 4096 + 8192)  # 64 MiB, more than `dirty`
+    first, later = (c.gemms.streaming(few, Loads(before=before)) for before in (0, 64 << 20))
+    assert first == pytest.approx((size + H200.dirty) / H200.operands / 1e3)
+    assert later == pytest.approx(size / H200.operands / 1e3)
+    assert later < c.gemms.streaming(few, Loads(before=16 << 20)) < first
+    assert c.gemms.streaming(few, Loads(cached=True)) < later / 100
+    small = replace(few, n=1024)
+    assert c.gemms.streaming(small) == pytest.approx(2 * c.gemms.streaming(small, Loads(before=64 << 20)))
+
+
+def test_collectives_of_few_bytes_by_nccl_begin_sooner() -> None:
+    times = [simulation.collective_us("allreduce", size, 2, H200) for size in (64_000, 64_002, 1_500_000, 1_500_002)]
+    assert times[1] - times[0] == pytest.approx(H200.low_latency_step, abs=0.01)
+    assert times[3] > times[2]
+
+
 def test_the_cost_model_uses_the_kernels_tile_and_the_kernels_estimate() -> None:
     model, start = costs("triton"), H200.kernels["triton"].start
     thin = Gemm(2048, 6656, 16384, "bf16")
@@ -421,9 +439,11 @@ def test_flags_are_set_in_order_while_a_computation_runs_and_the_last_at_its_end
     assert c.alone(raising(8, work)) == pytest.approx(end - 100)
 
 
-def test_flags_are_free_in_a_triton_matmul_and_aten_runs_one_matmul_for_each_flag() -> None:
+def test_a_triton_matmul_that_raises_flags_is_one_kernel_and_aten_runs_one_for_each_flag() -> None:
     triton, torch = costs("triton"), costs("aten")
-    assert triton.alone(raising(8)) == triton.gemms.time(PRODUCT)
+    start = H200.kernels["triton"].start
+    in_order = (triton.gemms.time(PRODUCT) - start) / simulation.BLOCK_BY_BLOCK  # tiles in this order find less in L2
+    assert triton.alone(raising(8)) == pytest.approx(start + in_order, rel=0.01)
     assert torch.alone(raising(8)) > torch.gemms.time(PRODUCT) + 7 * H200.flag_wait
     of_block = replace(PRODUCT, m=1024)
     assert torch.alone(raising(8)) == pytest.approx(8 * torch.gemms.time(of_block) + 7 * H200.flag_wait)
@@ -453,7 +473,8 @@ def test_a_sum_adds_each_block_when_it_has_arrived_from_all_sources(kernels: str
     without_blocks = c.alone(CostTask(0, work))
     early, _ = c.by_blocks(CostTask(0, work), 0.0, [0.0] * 4)
     late, _ = c.by_blocks(CostTask(0, work), 0.0, [0.0, 0.0, 0.0, 1000.0])
-    assert without_blocks <= early < without_blocks + 4 * H200.small_kernel + H200.poll
+    assert without_blocks <= early + 1e-9
+    assert early < without_blocks + 4 * H200.small_kernel + H200.poll
     assert 1000 < late < 1000 + without_blocks / 2
 
 
@@ -533,7 +554,8 @@ def test_a_matmul_that_stores_few_rows_to_peers_saves_the_copy_kernel() -> None:
             assert task.work.in_matmul
             task.work = replace(task.work, in_matmul=False)
     for kernels, saved in (("aten", 0.0), ("triton", H200.push - H200.small_kernel)):
-        assert estimated(apart, kernels) - estimated(tasks, kernels) == pytest.approx(saved, abs=0.01)
+        # 16 SMs store a little slower than the link allows.
+        assert estimated(apart, kernels) - estimated(tasks, kernels) == pytest.approx(saved, abs=0.2)
     hosts = [HostCosts(Costs(H200, "triton", 0.0)).call(each) for each in (apart, tasks)]
     assert hosts[0] - hosts[1] == pytest.approx(H200.launch["push"])
 
