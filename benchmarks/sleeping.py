@@ -57,6 +57,8 @@ SLEEPING: Hardware = replace(
     all_reduce=0.0,
     behind=0.0,
     waited=0.0,
+    dirty=0.0,
+    low_latency_step=0.0,
 )
 
 

@@ -12,13 +12,13 @@ from hostir.choice.hardware import H100, Hardware
 from hostir.ir.comm_ops import COPY_ENGINE, LOW_LATENCY, ONE_SHOT, TWO_SHOT
 
 KERNEL = 10.8  # microseconds of a kernel of torch's that moves few bytes
-COPY_IN_KERNEL = 783.0  # GB/s at which the kernel of `one_shot` copies its operand, counting reads and writes
-READ = 174.0  # GB/s at which the kernel of `one_shot` reads from peers
-MOVE = 377.0  # GB/s of `two_shot`, counting bytes as for NCCL: those that leave a rank, and half of those that it keeps
-SEPARATE = 3.13  # microseconds by which `two_shot` with a separate result takes longer than in place
-EXCHANGE = 5.78  # microseconds of `low_latency` with few bytes
+COPY_IN_KERNEL = 853.0  # GB/s at which the kernel of `one_shot` copies its operand, counting reads and writes
+READ = 180.0  # GB/s at which the kernel of `one_shot` reads from peers
+MOVE = 394.0  # GB/s of `two_shot`, counting bytes as for NCCL: those that leave a rank, and half of those that it keeps
+SEPARATE = 4.01  # microseconds by which `two_shot` with a separate result takes longer than in place
+EXCHANGE = 5.02  # microseconds of `low_latency` with few bytes
 SHORT = 20.0  # microseconds: if a sum by `low_latency` takes no longer, a matmul could hide little of it
-SMALL_COPY = 4.67  # microseconds of a copy of few bytes within the GPU
+SMALL_COPY = 5.17  # microseconds of a copy of few bytes within the GPU
 
 
 def implemented(transfer: CostTransfer, hardware: Hardware) -> float | None:

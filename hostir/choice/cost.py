@@ -174,11 +174,12 @@ TaskWork = Nothing | Pause | Gemm | Traffic | CostTransfer | CostCopy | CostBarr
 
 @dataclass(frozen=True)
 class Loads:
-    """What a matmul loads from memory.
+    """The data that a matmul finds in L2, and so need not load.
 
     Fields:
         cached: True if its right operand is in L2, because an earlier matmul of the rank has read it.
-        before: the number of bytes of right operands that earlier matmuls of the rank have loaded.
+        before: the number of bytes of right operands that earlier matmuls of the rank have loaded. They have replaced
+            data that must be written back to memory: see `Hardware.dirty`.
     """
 
     cached: bool = False
@@ -200,7 +201,7 @@ class CostTask:
         raises: the signals of the flags that the task raises, in the order in which it computes their blocks.
         overlapped_sms: the number of SMs that copies take while it runs.
         reserved_sms: the number of SMs that it leaves to signals.
-        loads: what it loads from memory, if it is a matmul.
+        loads: what it finds in L2, if it is a matmul.
         added: the number of bytes of the tensor that it adds to its product, if it is a matmul.
         op: the operation of the unrolled program; None for the reset of the flags at the end of a call.
         launches: how often the host issues each operation for this task, by a key of `Hardware.launch`. It counts all
@@ -458,7 +459,7 @@ class RankTasks:
             self.raise_flags(task, op, op.done)
 
     def loads(self, right: Any, size: int) -> Loads:
-        """Return what a matmul with a right operand of `size` bytes loads. Record that L2 then holds this operand."""
+        """Return what a matmul with a right side of `size` bytes finds in L2. Record that L2 then holds this right side."""
         loads = Loads(self.in_l2.pop(right, None) is not None, self.loaded)
         self.loaded += size * (not loads.cached)
         self.in_l2[right] = size

@@ -6,10 +6,10 @@ the number of estimates for CUDA graphs that are off by more than 10 %, and the 
 which the times say little stay near their starting values. Tables on 4 and 8 GPUs, and old ones, count half.
 
 93 % of the estimates for the tables in benchmarks/results/2xH100 are within 10 % of the time, and 92 % of those for
-benchmarks/results/2xH200. A fit that sees only these tables predicts 88 % of the other tables within 10 %. Two tables
-of H200 for the same rows, made on different days, agree within 10 % in 97 % of the times. On 8 ranks, sums were only
-emulated: see tests/choice/test_recorded.py. `python -m benchmarks.regret` prints the shares of each table, and the time
-that is lost if the choice follows the estimates.
+benchmarks/results/2xH200. A fit that sees only these tables predicts 88 % of the times in the other tables within 10 %.
+Two tables of H200 for the same rows, made on different days, agree within 10 % in 97 % of the times. On 8 ranks, sums
+were only emulated: see tests/choice/test_recorded.py. `python -m benchmarks.regret` prints the shares of each table,
+and the time that is lost if the choice follows the estimates.
 
 Not fitted are `kernel_signal`, which was measured by a chain of copies in which kernels on another stream send the
 signals, the constants of all-to-alls, and `busy_sms`. Host times of operations are fitted to those of all candidates in
@@ -71,7 +71,7 @@ class Hardware:
         captured: the time by which a call with a matmul and collectives of NCCL begins later in a CUDA graph than if
             the host issues it.
         low_latency: the fixed time of a collective by NCCL's protocols of low latency.
-        low_latency_step: the time by which such a collective takes longer if it is not small.
+        low_latency_step: the time by which such a collective takes longer if it moves more than 64 KB.
         all_reduce: the time by which an all-reduce takes longer than another collective by the protocol of high rate.
         behind: the time by which a collective takes longer if a matmul is the last task that it waits for.
         rates: the rate of each collective, counting the bytes that leave a rank and half of the bytes that it keeps.

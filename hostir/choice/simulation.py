@@ -42,8 +42,8 @@ EPSILON = 1e-9
 UNTHROTTLED_FLOPS = 0.026e12  # a call with more floating point operations is slower: power limits the clock
 LEAST_PEAK = 0.76  # the share of the peak that is left however long a call computes
 LEFTOVER = 0.9  # the speed of a matmul on SMs that the last wave of another matmul leaves idle: both compete for L2
-SMALL = 64e3  # bytes of a collective by NCCL's protocol of lowest latency
-LOW_LATENCY_SHARE = 2.4  # microseconds per byte by NCCL's protocols of low latency, relative to the one of high rate
+SMALL = 64e3  # the most bytes of a collective by NCCL's protocol of lowest latency
+SLOWER = 2.4  # times as long per byte by NCCL's protocols of low latency as by the one of high rate
 SHORT_ALL_REDUCE = 1.5e6  # bytes: NCCL 2.28 takes the protocol of high rate for longer ones, even if it is slower
 BLOCK_BY_BLOCK = 0.913  # the speed of a Triton matmul that raises flags: in this order it finds less in L2
 ADDING = 7.14  # microseconds between a product and one that adds to its result, besides the bytes that it reads
@@ -136,7 +136,7 @@ class GemmCosts:
     def time(self, gemm: Gemm, loads: Loads = COLD) -> float:
         """Return the microseconds of a matmul with its fastest tile, if all its rows are ready when it starts.
 
-        `loads` is what it loads from memory.
+        `loads` is what it finds in L2.
         """
         gemm = replace(gemm, block=None, separate=False, overlapped=False)
         computing = max(self.tiles(gemm, self.fastest(gemm)), self.streaming(gemm, loads))
@@ -202,7 +202,7 @@ class GemmCosts:
         if not arrivals:
             tile, streaming = self.fastest(gemm), self.streaming(gemm, task.loads)
             flags = block_ends(tile, gemm, h.sms, rates, [start], count) if count else ()
-            end = start + max(duration(tile, gemm, h.sms, rates)[1], streaming)
+            end = start + max(duration(tile, gemm, h.sms, rates)[1] if count else self.tiles(gemm, tile), streaming)
             rows = -(-gemm.rows // tile.m)  # of tiles: each tile that a block needs streams its operands
             streamed = [-(-(i + 1) * rows // count) / rows for i in range(count)]
             return end, tuple(max(t, start + streaming * x) for t, x in zip(flags, streamed, strict=True))
@@ -211,8 +211,9 @@ class GemmCosts:
         begins, tile = [max(start, arrival) + poll for arrival in arrivals], self.fastest(gemm, sms)
         flags = block_ends(tile, gemm, sms, rates, begins, count) if count else ()
         spanned = 1 if gemm.separate or gemm.block is None else -(-tile.m // gemm.block)  # by the first tile
-        loaded = max(begins[:spanned]) + self.streaming(gemm, task.loads)
-        return max(duration(tile, gemm, sms, rates, begins)[0], loaded), flags
+        loading, streaming = max(begins[:spanned]), self.streaming(gemm, task.loads)
+        end = max(duration(tile, gemm, sms, rates, begins)[0], loading + streaming)
+        return end, tuple(max(t, loading + streaming * (i + 1) / count) for i, t in enumerate(flags))
 
 
 class Costs:
@@ -309,7 +310,7 @@ class Costs:
             moving = max(moving, between.bytes / nics / 1e3)
             latency = transfer.steps * (between.hosts - 1) * h.nic_latency
         sums_all = transfer.collective == "allreduce"
-        low = h.low_latency + h.low_latency_step * (transfer.bytes > SMALL) + LOW_LATENCY_SHARE * moving
+        low = h.low_latency + h.low_latency_step * (transfer.bytes > SMALL) + SLOWER * moving
         high = h.collective + h.all_reduce * sums_all + moving
         return latency + (high if sums_all and transfer.bytes > SHORT_ALL_REDUCE else min(low, high))
 
@@ -318,7 +319,7 @@ class Costs:
         sms = self.hardware.sms - self.gemms.family.busy_sms.get(collective, 0)
         if not isinstance(task.work, Gemm):
             return sms / self.hardware.sms
-        return self.alone(task) / self.gemms.time_on(task.work, sms, task.loads)
+        return self.gemms.time(task.work, task.loads) / self.gemms.time_on(task.work, sms, task.loads)
 
     def width(self, task: CostTask) -> float:
         """Return the larger of two shares that a computation uses: its share of the SMs, or of the memory bandwidth."""

@@ -553,9 +553,10 @@ def test_a_matmul_that_stores_few_rows_to_peers_saves_the_copy_kernel() -> None:
         if isinstance(task.work, CostCopy):
             assert task.work.in_matmul
             task.work = replace(task.work, in_matmul=False)
-    for kernels, saved in (("aten", 0.0), ("triton", H200.push - H200.small_kernel)):
-        # 16 SMs store a little slower than the link allows.
-        assert estimated(apart, kernels) - estimated(tasks, kernels) == pytest.approx(saved, abs=0.2)
+    slower = 1 / min(16 * H200.sm_rate, H200.link) - 1 / H200.link  # 16 SMs store less than the link allows
+    in_matmul = H200.push - H200.small_kernel + 64 * 8192 * 2 * slower / 1e3
+    for kernels, saved in (("aten", 0.0), ("triton", in_matmul)):
+        assert estimated(apart, kernels) - estimated(tasks, kernels) == pytest.approx(saved, abs=0.01)
     hosts = [HostCosts(Costs(H200, "triton", 0.0)).call(each) for each in (apart, tasks)]
     assert hosts[0] - hosts[1] == pytest.approx(H200.launch["push"])
 
