@@ -459,7 +459,7 @@ class RankTasks:
             self.raise_flags(task, op, op.done)
 
     def loads(self, right: Any, size: int) -> Loads:
-        """Return what a matmul with a right side of `size` bytes finds in L2. Record that L2 then holds this right side."""
+        """Return what a matmul with a right side of `size` bytes finds in L2. Record that L2 then holds that side."""
         loads = Loads(self.in_l2.pop(right, None) is not None, self.loaded)
         self.loaded += size * (not loads.cached)
         self.in_l2[right] = size
