@@ -303,6 +303,14 @@ def test_the_first_matmuls_of_a_call_write_back_what_others_left_in_l2() -> None
     assert c.gemms.streaming(small) == pytest.approx(2 * c.gemms.streaming(small, Loads(before=64 << 20)))
 
 
+def test_a_matmul_of_few_rows_raises_its_flags_as_its_operands_are_loaded() -> None:
+    few, c = Gemm(16, 8192, 8192, "bf16", block=4), costs("triton")  # memory takes longer than the tensor cores
+    task = replace(raising(4, few), blocks=[[], [], [], []])
+    end, flags = c.by_blocks(task, 0.0, [0.0] * 4)
+    assert end == flags[-1] > c.gemms.streaming(few)
+    assert c.by_blocks(task, 0.0, [0.0, 0.0, 0.0, 100.0])[0] > 100 + c.gemms.streaming(few), "one tile has all rows"
+
+
 def test_collectives_of_few_bytes_by_nccl_begin_sooner() -> None:
     times = [simulation.collective_us("allreduce", size, 2, H200) for size in (64_000, 64_002, 1_500_000, 1_500_002)]
     assert times[1] - times[0] == pytest.approx(H200.low_latency_step, abs=0.01)
