@@ -459,7 +459,7 @@ class RankTasks:
             self.raise_flags(task, op, op.done)
 
     def loads(self, right: Any, size: int) -> Loads:
-        """Return what a matmul with a right side of `size` bytes finds in L2. Record that L2 then holds that side."""
+        """Look up a right operand of `size` bytes in L2, and record that L2 holds it from now on."""
         loads = Loads(self.in_l2.pop(right, None) is not None, self.loaded)
         self.loaded += size * (not loads.cached)
         self.in_l2[right] = size

@@ -43,8 +43,8 @@ UNTHROTTLED_FLOPS = 0.026e12  # a call with more floating point operations is sl
 LEAST_PEAK = 0.76  # the share of the peak that is left however long a call computes
 LEFTOVER = 0.9  # the speed of a matmul on SMs that the last wave of another matmul leaves idle: both compete for L2
 SMALL = 64e3  # the most bytes of a collective by NCCL's protocol of lowest latency
-SLOWER = 2.4  # times as long per byte by NCCL's protocols of low latency as by the one of high rate
-SHORT_ALL_REDUCE = 1.5e6  # bytes: NCCL 2.28 takes the protocol of high rate for longer ones, even if it is slower
+LOW_LATENCY_SLOWDOWN = 2.4  # NCCL's protocols of low latency take this many times as long per byte as its Simple protocol
+SHORT_ALL_REDUCE = 1.5e6  # bytes: NCCL 2.28 takes its Simple protocol for longer ones, even if it is slower
 BLOCK_BY_BLOCK = 0.913  # the speed of a Triton matmul that raises flags: in this order it finds less in L2
 ADDING = 7.14  # microseconds between a product and one that adds to its result, besides the bytes that it reads
 IN_SUM = 0.5  # microseconds of a computation that the kernel of a sum over ranks carries out, with few bytes
@@ -297,8 +297,7 @@ class Costs:
     def transfer(self, transfer: CostTransfer) -> float:
         """Return the microseconds of a collective.
 
-        NCCL takes the faster of its protocols: those of low latency, or the one of high rate; see SHORT_ALL_REDUCE. The
-        slower of links and NICs counts.
+        NCCL takes its fastest protocol; SHORT_ALL_REDUCE is an exception. The slower of links and NICs counts.
         """
         if (time := implemented(transfer, self.hardware)) is not None:
             return time
@@ -310,7 +309,7 @@ class Costs:
             moving = max(moving, between.bytes / nics / 1e3)
             latency = transfer.steps * (between.hosts - 1) * h.nic_latency
         sums_all = transfer.collective == "allreduce"
-        low = h.low_latency + h.low_latency_step * (transfer.bytes > SMALL) + SLOWER * moving
+        low = h.low_latency + h.low_latency_step * (transfer.bytes > SMALL) + LOW_LATENCY_SLOWDOWN * moving
         high = h.collective + h.all_reduce * sums_all + moving
         return latency + (high if sums_all and transfer.bytes > SHORT_ALL_REDUCE else min(low, high))
 
