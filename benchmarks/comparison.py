@@ -81,6 +81,7 @@ class Candidate:
             in this mode; else empty.
         estimate: the candidate that `hi.compile` would choose by its estimate alone, if `choice` is not empty.
         tried: the times of the trial, by candidate: of a call, and of a replay or None, if `choice` is not empty.
+        runs: the candidate of hostir that it runs, if `hi.compile` has chosen it; else empty.
         executor: the executor of hostir that it calls, if there is a single one.
     """
 
@@ -91,6 +92,7 @@ class Candidate:
     choice: str = ""
     estimate: str = ""
     tried: Mapping[str, tuple[float, float | None]] = field(default_factory=dict, hash=False)
+    runs: str = ""
     executor: hi.Executor | None = None
 
     def __str__(self) -> str:
@@ -299,11 +301,12 @@ def compiled(subject: Subject, mode: str) -> Candidate:
     out = subject.out(1)
     executor, estimate = settled(subject.fusion(1), mode, lambda it: it(*subject.inputs_of(it, 1), out=out))
     candidate = with_out(COMPILED, executor, subject.inputs_of(executor, 1), out, mode)
+    candidate = replace(candidate, runs=name_of(executor.choice.taken))
     replays_itself = subject.on_gpu and not replayed_by_caller(executor) and not executor.choice.plain
     if (mode == GRAPH) != replays_itself:
         return candidate
     tried = {str(timing.candidate): (timing.us, timing.graph) for timing in executor.choice.timings}
-    return replace(candidate, choice=name_of(executor.choice), estimate=estimate, tried=tried)
+    return replace(candidate, choice=candidate.runs, estimate=estimate, tried=tried)
 
 
 def captured(subject: Subject) -> Candidate:
@@ -312,7 +315,8 @@ def captured(subject: Subject) -> Candidate:
     with compiled_with_empty_cache(subject.fusion(1), graphs=False) as executor:
         executor(*subject.inputs_of(executor, 1), out=out)
         inputs = subject.inputs_of(executor, 1)  # the trial may have chosen a candidate with other places
-        return Candidate(CAPTURED, GRAPH, True, replayed(lambda: executor(*inputs, out=out)[0]))
+        replay = replayed(lambda: executor(*inputs, out=out)[0])
+        return Candidate(CAPTURED, GRAPH, True, replay, runs=name_of(executor.choice.captured))
 
 
 @contextmanager
@@ -331,16 +335,16 @@ def settled(
     Return the executor of the chosen candidate, and the name of the candidate that the estimate alone picks.
     """
     with compiled_with_empty_cache(fusion, graphs=mode == GRAPH) as executor:
-        estimate = name_of(executor.choice)
+        estimate = name_of(executor.choice.taken)
         call(executor)
     chosen: hi.Executor = executor.current  # type: ignore[attr-defined]
     chosen.choice = executor.choice
     return chosen, estimate
 
 
-def name_of(choice: hi.Choice) -> str:
-    """Return the name of a choice's candidate as the tables write it."""
-    return str(choice.taken).replace(",", "")
+def name_of(candidate: object) -> str:
+    """Return the name of a candidate of hostir as the tables write it."""
+    return str(candidate).replace(",", "")
 
 
 def with_out(
@@ -515,6 +519,7 @@ class Bench:
         for c, error in self.worst(row, errors).items():
             entry = times.setdefault(c.name, {"ours": c.ours, "error": error})
             entry |= {c.mode: raced[c.name, c.mode], f"host_{c.mode}_us": host[c.name, c.mode]}
+            entry |= {"runs": c.runs} if c.runs else {}
             if c.mode == EAGER and self.job.device.type == "cuda":
                 entry["MiB"] = round(c.memory(self.job.device) / 2**20, 1)
             entry["error"] = max(entry["error"], error)

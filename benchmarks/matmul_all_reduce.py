@@ -215,7 +215,7 @@ class Decoder(Subject):
                 (x,) = executor(x, *weights, out=self.results[i % 2])
             return x
 
-        choice = name_of(executor.choice) if name == COMPILED and mode == modes_of(self)[-1] else ""
+        choice = name_of(executor.choice.taken) if name == COMPILED and mode == modes_of(self)[-1] else ""
         return Candidate(name, mode, True, replayed(layers) if mode == GRAPH else layers, choice, estimate)
 
     def fusion(self, slices: int) -> hi.Fusion:

@@ -14,12 +14,16 @@ busy for half a millisecond, and then there is a barrier. So the time of a run c
 host issues the run within that time. A call can be faster than its replay, or slower, by some 10 us: the time of a
 candidate is the shorter of the two. The time in which the host issues a call is measured, too. The cost of a candidate
 is the time of the device; if the host takes longer, a part of the difference is added. This lies between the cost of
-replays, for which the host hardly counts, and the cost of calls for which the device must wait. If the executor itself
-can replay the caller's calls, the time of a replay counts. But if a call takes at least 5 % less, on the device and on
-the host, the longer of these two times counts, and the executor replays no graphs: see `Choice.plain`. If the costs of
-two candidates are nearly equal, the time of replays counts once more: the caller may capture later calls. If the fusion
-was compiled for calls in graphs, only replays are timed and count, and a candidate that cannot be captured is left out.
-Calls that the caller captures may run another candidate: see `Choice.captured`.
+replays, for which the host hardly counts, and the cost of calls for which the device must wait. If the costs of two
+candidates are nearly equal, the time of replays counts once more: the caller may capture later calls.
+
+If the executor itself can replay the caller's calls, the cost is the time of a replay, and 4 us more: a replay takes
+that much longer between replays of other graphs, as in a model with many layers, than in a trial. But if a call takes
+at least 5 % less than that, on the device and on the host, the longer of these two times is the cost, and the executor
+replays no graphs: see `Choice.plain`.
+
+If the fusion was compiled for calls in graphs, only replays are timed and count, and a candidate that cannot be
+captured is left out. Calls that the caller captures may run another candidate: see `Choice.captured`.
 
 Calls that are started asynchronously run the candidate that is the fastest in the trial. Their time is not measured,
 because it depends on the work that they overlap.
@@ -72,6 +76,7 @@ HOST = 0.25  # the part of the time that counts if the host takes longer than th
 SHORT = 500.0  # microseconds; for runs that take longer, it does not matter whether they are replays or calls
 QUEUED = 3  # rounds of a duel that the host may be ahead: if the device's queue were full, the host would wait for it
 BEING_TIMED = "its calls are being timed"  # the reason why they are not replayed
+OTHERS = 4.0  # microseconds by which a replay takes longer between replays of other graphs than in a trial
 SLOWER = 0.05  # calls are replayed unless a plain call takes less time, on the host and on the device, by this share
 LEAST = 0.01  # microseconds; the smallest difference of times in the cache
 REPLAY, CALL = "replay", "call"  # ways to run a candidate
@@ -372,11 +377,11 @@ class Trial:
             times[candidate] = fastest[candidate] + HOST * max(host - fastest[candidate], 0.0)
             self.progress.plain.discard(candidate)
             if candidate in self.replaying:
-                times[candidate] = replays[candidate]
+                times[candidate] = replays[candidate] + OTHERS
                 replay, *call = medians[candidate]
-                if call and max(*call, host) <= replay * (1 - SLOWER):
+                if call and max(*call, host) <= (replay + OTHERS) * (1 - SLOWER):
                     self.progress.plain.add(candidate)
-                    times[candidate] = max(fastest[candidate], host)
+                    times[candidate] = max(call[0] * fastest[candidate] / min(medians[candidate]), host)
         ratio = times[challenger] / times[champion]
         if abs(ratio - 1) <= NEAR:
             ratio *= replays[challenger] / replays[champion]

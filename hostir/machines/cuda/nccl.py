@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import (
 
 from hostir.job.links import headline
 from hostir.machines.binding import Step
+from hostir.machines.cuda.streams import own_stream
 from hostir.machines.cuda.tape import COLLECTIVES, COUNT, TapeEntry, TapeWriter
 from hostir.plan.operations import CollectiveOp, MessagesOp
 
@@ -139,9 +140,10 @@ class NativeCollectives:
     """The collectives that native code issues for a session. The watchdog's thread asks whether they end.
 
     Native code numbers the segments of tapes with collectives that it issues to a stream. It writes each number to
-    pinned memory before it issues the segment, and the stream writes it to the same memory at the end of the segment. A
-    stream runs segments in order, so its numbers only rise. The watchdog only reads memory. A call of CUDA could wait
-    for a lock that a thread holds while it waits for the device, and it would be refused while another thread captures.
+    pinned memory before it issues the segment. At the end of the segment, the device writes the number to the same
+    memory. A stream beside the segment's stream does this, because later work would wait 4 us for the write. Segments
+    end in order, so the numbers only rise. The watchdog only reads memory. A call of CUDA could wait for a lock that a
+    thread holds while it waits for the device, and it would be refused while another thread captures.
 
     Args:
         seconds: the timeout of the process groups.
@@ -159,7 +161,7 @@ class NativeCollectives:
     failed = False
 
     def __init__(self, seconds: float, device: torch.device, rank: int) -> None:
-        self.seconds, self.rank = seconds, rank
+        self.seconds, self.rank, self.device = seconds, rank, device
         pinned = device.type == "cuda"
         self.memory = torch.zeros(STREAMS, COUNTS, dtype=torch.int64, device="cpu", pin_memory=pinned)
         _all.append(self)
@@ -171,7 +173,7 @@ class NativeCollectives:
     def watches(self, stream: int) -> bool:
         """Return True if collectives on a stream can be watched. Only STREAMS streams of a session can."""
         if stream not in self.streams and self.free:
-            self.streams[stream] = SegmentsOfStream(self.free.pop())
+            self.streams[stream] = SegmentsOfStream(self.free.pop(), *_beside(self, self.device))
         return stream in self.streams
 
     def entry(self, text: str, place: int, number: int, stream: int) -> TapeEntry:
@@ -185,7 +187,9 @@ class NativeCollectives:
         """
         if text not in self.texts:
             self.texts.append(text)
-        fields = (self.streams[stream].memory.data_ptr(), self.texts.index(text))
+        segments = self.streams[stream]
+        handles = segments.beside.cuda_stream, segments.event.cuda_event
+        fields = (segments.memory.data_ptr(), self.texts.index(text), *handles)
         return TapeEntry(COUNT, place, number, fields, (), "count the segments that have ended")
 
     def late(self) -> str:
@@ -213,18 +217,27 @@ class NativeCollectives:
         return f"{which}, or what follows it in its call,"
 
 
+def _beside(owner: object, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Event]:
+    """Return a stream that writes the numbers of ended segments, and an event for which it waits."""
+    stream, event = own_stream(owner, device, priority=0), torch.cuda.Event()
+    event.record(stream)  # torch creates the event now
+    return stream, event
+
+
 class SegmentsOfStream:
     """The numbers of segments that native code has issued to one stream.
 
     Fields:
         memory: the struct Counts of launcher.c.
+        beside: the stream that writes the number of a segment that has ended.
+        event: the event for which it waits, which is recorded at the end of the segment.
         ended: the number of segments that had ended when the watchdog asked last.
         waited: the seconds in which no segment has ended, and one was under way. Time in which the process was stopped
             does not count.
     """
 
-    def __init__(self, memory: torch.Tensor) -> None:
-        self.memory = memory
+    def __init__(self, memory: torch.Tensor, beside: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        self.memory, self.beside, self.event = memory, beside, event
         self.counts = memory.numpy().data
         self.ended, self.waited = 0, 0.0
 

@@ -288,25 +288,28 @@ def test_nccl_is_taken_only_from_a_library_that_is_loaded_and_has_it(module: Any
             module.open_nccl(name)
 
 
-def test_runs_with_collectives_are_numbered_by_the_host_and_at_their_end_by_the_stream(
+def test_runs_with_collectives_are_numbered_by_the_host_and_at_their_end_by_a_stream_beside_theirs(
     module: Any, driver: FakeDriver
 ) -> None:
     counts = (ctypes.c_int64 * COUNTS)()
     at, runs = ctypes.addressof(counts), []
     for text in (7, 9):
-        count = TapeEntry(COUNT, 3, 1, (at, text), (), "")
+        count = TapeEntry(COUNT, 3, 1, (at, text, 0x300, 0x88), (), "")
         runs.append(native(module, Segment((every_entry().entries[4], count), ()), HANDLES))
     for number, which in enumerate((0, 1, 1, 0), 1):
         runs[which]([])
-        assert driver.take() == ["0x100: record 0x77", f"0x200: memory 0 5 {at + 8:x} {number}"]
+        ends = ["0x200: record 0x88", "0x300: wait 0x88 0", f"0x300: memory 0 5 {at + 8:x} {number}"]
+        assert driver.take() == ["0x100: record 0x77", *ends]
         assert counts[:2] == [number, 0]
         assert counts[2 + number] == (7, 9)[which]
-    driver.fail(1)
-    with pytest.raises(DriverError) as failed:
-        runs[0]([])
-    assert failed.value.place == 3
-    assert counts[0] == 4, "the run that failed does not count"
-    driver.fail(-1)
+    for call in (1, 2, 3):
+        driver.take()
+        driver.fail(call)
+        with pytest.raises(DriverError) as failed:
+            runs[0]([])
+        assert failed.value.place == 3
+        assert counts[0] == 4, "the run that failed does not count"
+        driver.fail(-1)
     counts[0] = COUNTS - 3
     runs[1]([])
     assert counts[2] == 9, "the texts are a ring"
@@ -400,8 +403,8 @@ def test_what_does_not_fit_a_tape_is_refused(module: Any, driver: FakeDriver, nc
         (((COLLECTIVE, 0, 0, (0, 0, 8, 1, 3, 1)),), ()),  # no such collective
         (((COLLECTIVE, 0, 0, (0, 0, 8, 0, 0, 1)),), ()),  # no communicator
         (((COLLECTIVE, 0, 0, (0, 0, 8, 1, 0, 1)),), ((0, 0, 16, 0, False),)),  # only two addresses
-        (((COUNT, 0, 0, (0, 1)),), ()),  # no memory
-        (((COUNT, 0, 0, (8, 1)), (COUNT, 0, 0, (8, 1))), ()),  # two numbers of a run
+        (((COUNT, 0, 0, (0, 1, 3, 4)),), ()),  # no memory
+        (((COUNT, 0, 0, (8, 1, 3, 4)), (COUNT, 0, 0, (8, 1, 3, 4))), ()),  # two numbers of a run
         (launch, ((0, 0, 1, 0, False),)),  # the address would not end within the parameters
         (launch, ((0, 1, 0, 0, False),)),  # no such entry
         (launch, ((2, 0, 0, 0, False),)),  # no such slot

@@ -1081,6 +1081,11 @@ def sequential(kind: str, gpu: Hopper, module: Any, *, collectives: bool) -> tup
     return program, plan
 
 
+def of_caller(log: Sequence[str]) -> list[str]:
+    """The lines of a log about the caller's stream."""
+    return [line for line in log if line.startswith(f"{CALLERS[0].cuda_stream:#x}: ")]
+
+
 @pytest.mark.parametrize("kind", WHOLE)
 def test_native_code_issues_collectives_of_nccl_for_any_addresses(
     kind: str, backend: Backend, gpu: Hopper, driver: FakeDriver, module: Any
@@ -1088,10 +1093,13 @@ def test_native_code_issues_collectives_of_nccl_for_any_addresses(
     program, plan = sequential(kind, gpu, module, collectives=True)
     logs = [issued(plan, inputs_of(program, 0), driver) for _ in range(6)]
     assert sum(kind in line for line in logs[0]) == 1
-    ends = [log.pop() for log in logs[2:]]
-    assert all(relative(log) == relative(logs[0]) for log in logs)
+    assert all(relative(of_caller(log)) == relative(logs[0]) for log in logs)
+    segments = plan.machine.native_collectives.streams[CALLERS[0].cuda_stream]
+    here, beside, event = CALLERS[0].cuda_stream, segments.beside.cuda_stream, segments.event.cuda_event
+    *waits, ends = zip(*(log[-3:] for log in logs[2:]), strict=True)
+    assert {*zip(*waits, strict=True)} == {(f"{here:#x}: record {event:#x}", f"{beside:#x}: wait {event:#x} 0")}
+    assert all(line.startswith(f"{beside:#x}: memory 0 5 ") for line in ends)
     assert [line.split()[-1] for line in ends] == ["1", "2", "3", "4"], "the numbers of the runs, at their ends"
-    assert all(line.startswith(f"{CALLERS[0].cuda_stream:#x}: memory 0 5 ") for line in ends)
     assert backend.issued == 2, "through torch: in the first run, and in the one that is recorded"
     text = plan.tapes.latest.text
     assert "by Python" not in text
@@ -1139,7 +1147,7 @@ def test_torch_calls_nccl_if_the_collective_cannot_be_recorded(
         for handle in range(nccl.STREAMS):
             assert plan.machine.native_collectives.watches(handle)
     logs = [issued(plan, inputs_of(program, 0), driver) for _ in range(5)]
-    assert all(relative(log) == relative(logs[0]) for log in logs)
+    assert all(relative(of_caller(log)) == relative(logs[0]) for log in logs)
     assert backend.issued == 5
     (line,) = [line for line in plan.tapes.latest.text.splitlines() if line.startswith("by Python: ")]
     assert "reduce_scatter" in line
@@ -1241,6 +1249,8 @@ def test_native_code_that_waits_on_the_host_is_late_too(
 
 
 def test_many_runs_may_be_under_way_and_the_oldest_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl, "own_stream", lambda owner, device, priority: Stream())
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=id, cuda_event=1))
     clock, native = Time(monkeypatch), nccl.NativeCollectives(10, torch.device("cpu"), 0)
     assert native.watches(0)
     tags = [native.entry(text, 0, 0, 0).fields[1] for text in ("first", "second", "first")]
@@ -1255,6 +1265,7 @@ def test_many_runs_may_be_under_way_and_the_oldest_is_named(monkeypatch: pytest.
 
 EXITING = """
 import ctypes, os, sys, time
+from types import SimpleNamespace
 import torch
 from hostir.job.groups import Groups
 from hostir.machines.cuda import native, nccl
@@ -1266,6 +1277,7 @@ module.open(path, native.DriverError)
 assert nccl.library_problem(module, path) == ""
 timeout = {"error": 60, "session": 60, "ends": 3}.get(what, 0.1)
 collectives = nccl.NativeCollectives(timeout, torch.device("cpu"), 3)
+nccl._beside = lambda *_: (SimpleNamespace(cuda_stream=1), SimpleNamespace(cuda_event=2))
 assert collectives.watches(0)
 collectives.entry("'allgather %a -> %b'", 0, 0, 0)
 counts = collectives.streams[0].memory
