@@ -146,9 +146,11 @@ class Subject(ABC):
         rank, ranks: the number of this rank, and the number of all ranks.
         device, dtype: the device and the dtype of the tensors.
         slices: the numbers of slices that pipelines have.
+        chosen: the executor of the choice of `hi.compile`, and the candidate that its estimate alone picks.
     """
 
     slices: tuple[int, ...] = ()
+    chosen: tuple[hi.Executor, str] | None = None
 
     def __init__(self, row: Row, dtype: torch.dtype, job: Session) -> None:
         self.row, self.dtype, self.device = row, dtype, job.device
@@ -297,12 +299,21 @@ def lowered(subject: Subject, program: hi.Program, variant: Variant, mode: str, 
 
 
 def compiled(subject: Subject, mode: str) -> Candidate:
-    """Return the choice of `hi.compile` after its trial, called with `out=`, eagerly or from a CUDA graph."""
+    """Return the choice of `hi.compile` after its trial, called with `out=`, eagerly or from a CUDA graph.
+
+    What plain calls of the executor run is the choice of the row: replays of its own graph, or eager calls. For the
+    other mode, the caller captures its calls, or an executor without graphs makes a choice of its own.
+    """
     out = subject.out(1)
-    executor, estimate = settled(subject.fusion(1), mode, lambda it: it(*subject.inputs_of(it, 1), out=out))
+    call = lambda executor: executor(*subject.inputs_of(executor, 1), out=out)  # noqa: E731
+    if subject.chosen is None:
+        subject.chosen = settled(subject.fusion(1), GRAPH, call)
+    executor, estimate = subject.chosen
+    replays_itself = subject.on_gpu and not replayed_by_caller(executor) and not executor.choice.plain
+    if mode == EAGER and replays_itself:
+        executor, _ = settled(subject.fusion(1), EAGER, call)
     candidate = with_out(COMPILED, executor, subject.inputs_of(executor, 1), out, mode)
     candidate = replace(candidate, runs=name_of(executor.choice.taken))
-    replays_itself = subject.on_gpu and not replayed_by_caller(executor) and not executor.choice.plain
     if (mode == GRAPH) != replays_itself:
         return candidate
     tried = {str(timing.candidate): (timing.us, timing.graph) for timing in executor.choice.timings}
@@ -519,7 +530,7 @@ class Bench:
         for c, error in self.worst(row, errors).items():
             entry = times.setdefault(c.name, {"ours": c.ours, "error": error})
             entry |= {c.mode: raced[c.name, c.mode], f"host_{c.mode}_us": host[c.name, c.mode]}
-            entry |= {"runs": c.runs} if c.runs else {}
+            entry |= {f"{c.mode}_runs": c.runs} if c.runs else {}
             if c.mode == EAGER and self.job.device.type == "cuda":
                 entry["MiB"] = round(c.memory(self.job.device) / 2**20, 1)
             entry["error"] = max(entry["error"], error)
