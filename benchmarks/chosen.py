@@ -14,6 +14,8 @@ Each number of a row is the median of the runs. The columns:
 - *captured* is the regret of a CUDA graph of the second call, against hostir's fastest candidate in a graph.
 - *x NCCL + cuBLAS* and *x best peer* are the speed of the choice as a multiple of the speed of these peers: the lowest
   row. Both are called by Python for each run. For some calls with `out=`, hostir then replays a graph of its own.
+- *in a loop x NCCL + cuBLAS* and *in a loop x best peer* are the same for calls in a loop. Such a call takes the time
+  of the device or that of the host, whichever is longer: with few rows it is the host's.
 - *captured x NCCL + cuBLAS* and *captured x best peer* are the same for CUDA graphs: the graph of the second call of
   hostir, and a graph of the peer.
 """
@@ -30,7 +32,7 @@ from statistics import geometric_mean, median
 from typing import Any
 
 from benchmarks.harness import table, write
-from benchmarks.scores import BY_HAND, CAPTURED, COMPILED, EAGER, GRAPH, NCCL, fastest, modes_of, regrets
+from benchmarks.scores import BY_HAND, CAPTURED, COMPILED, EAGER, GRAPH, MODES, NCCL, fastest, modes_of, regrets
 
 ALLOWED = 1.05  # a regret that counts as small
 Values = dict[str, float]  # figures of a row, by name
@@ -75,20 +77,28 @@ def figures(row: Mapping[str, Any]) -> Values:
     """Return the figures of a row of one run.
 
     `by_hand` and `peer` are the speed of the choice as a multiple of the speed of NCCL + cuBLAS and of the best peer.
-    `captured_by_hand` and `captured_peer` are these ratios for CUDA graphs.
+    `loop_by_hand` and `loop_peer` are these ratios for a loop of calls, `captured_by_hand` and `captured_peer` for CUDA
+    graphs.
     """
     times = row["times"]
     found = regrets(times)
-    hands = {name: t for name, t in times.items() if name in (BY_HAND, NCCL)}
-    for prefix, name, modes, mode in (
-        ("", COMPILED, modes_of(dict(row)), EAGER),
-        ("captured_", CAPTURED, (GRAPH,), GRAPH),
+    for prefix, name, modes, mode, by_mode in (
+        ("", COMPILED, modes_of(dict(row)), EAGER, times),
+        ("loop_", COMPILED, modes_of(dict(row)), EAGER, {name: in_a_loop(t) for name, t in times.items()}),
+        ("captured_", CAPTURED, (GRAPH,), GRAPH, times),
     ):
-        ours = fastest({n: t for n, t in times.items() if n == name}, ours=True, modes=modes)
-        for figure, peers in (("by_hand", hands), ("peer", times)):
+        hands = {name: t for name, t in by_mode.items() if name in (BY_HAND, NCCL)}
+        ours = fastest({n: t for n, t in by_mode.items() if n == name}, ours=True, modes=modes)
+        for figure, peers in (("by_hand", hands), ("peer", by_mode)):
             other = fastest(peers, ours=False, modes=(mode,))
             found[prefix + figure] = other[2] / ours[2] if other and ours else None
     return {figure: value for figure, value in found.items() if value is not None}
+
+
+def in_a_loop(times: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the times of a candidate in a loop of calls: of the device or of the host, whichever is longer."""
+    both = {mode: (times[mode], times[f"host_{mode}_us"]) for mode in MODES if f"host_{mode}_us" in times}
+    return {"ours": times["ours"], **{mode: max(us) for mode, us in both.items()}}
 
 
 def results_in(file: Path) -> Iterable[Any]:
@@ -130,7 +140,7 @@ def summary(rows: Sequence[ChosenRow]) -> dict[str, str]:
     captured = known(lambda row: row.of("captured"))
     cells["captured"] = f"{geometric_mean(captured):.3f}" if captured else "-"
     for name, ratio in (("by_hand", f"x {BY_HAND}"), ("peer", "x best peer")):
-        for prefix, column in (("", ratio), ("captured_", f"captured {ratio}")):
+        for prefix, column in (("", ratio), ("loop_", f"in a loop {ratio}"), ("captured_", f"captured {ratio}")):
             values = known(lambda row, figure=prefix + name: row.of(figure))
             cells[column] = f"{min(values):.2f}" if values else "-"
     return cells

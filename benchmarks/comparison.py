@@ -146,11 +146,11 @@ class Subject(ABC):
         rank, ranks: the number of this rank, and the number of all ranks.
         device, dtype: the device and the dtype of the tensors.
         slices: the numbers of slices that pipelines have.
-        chosen: the executor of the choice of `hi.compile`, and the candidate that its estimate alone picks.
+        by_compile: the executor of the choice of `hi.compile`, and the candidate that its estimate alone picks.
     """
 
     slices: tuple[int, ...] = ()
-    chosen: tuple[hi.Executor, str] | None = None
+    by_compile: tuple[hi.Executor, str] | None = None
 
     def __init__(self, row: Row, dtype: torch.dtype, job: Session) -> None:
         self.row, self.dtype, self.device = row, dtype, job.device
@@ -306,10 +306,12 @@ def compiled(subject: Subject, mode: str) -> Candidate:
     """
     out = subject.out(1)
     call = lambda executor: executor(*subject.inputs_of(executor, 1), out=out)  # noqa: E731
-    if subject.chosen is None:
-        subject.chosen = settled(subject.fusion(1), GRAPH, call)
-    executor, estimate = subject.chosen
-    replays_itself = subject.on_gpu and not replayed_by_caller(executor) and not executor.choice.plain
+    if subject.by_compile is None:
+        subject.by_compile = settled(subject.fusion(1), GRAPH, call)
+        for _ in range(WARM_CALLS):  # an executor that makes few driver calls notices it now, and replays no graph
+            call(subject.by_compile[0])
+    executor, estimate = subject.by_compile
+    replays_itself = executor.graph_refusal is None
     if mode == EAGER and replays_itself:
         executor, _ = settled(subject.fusion(1), EAGER, call)
     candidate = with_out(COMPILED, executor, subject.inputs_of(executor, 1), out, mode)

@@ -43,6 +43,20 @@ def test_a_choice_that_replays_its_own_graph_is_compared_with_peers_that_python_
     assert not any(name.startswith("captured") for name in figures(replayed))
 
 
+def test_a_call_in_a_loop_takes_as_long_as_the_device_or_the_host_whichever_takes_longer() -> None:
+    looped = row(11.0)
+    assert not any(name.startswith("loop") for name in figures(looped)), "the times of the host are not known"
+    times = looped["times"]
+    times[COMPILED] |= {"host_eager_us": 30.0, "host_graph_us": 5.0}
+    times[BY_HAND] |= {"host_eager_us": 90.0, "host_graph_us": 4.0}
+    times["torch fused"] |= {"host_eager_us": 10.5}
+    found = figures(looped)
+    assert found["loop_by_hand"] == pytest.approx(90 / 30)
+    assert found["loop_peer"] == pytest.approx(11 / 30)
+    looped["compiled"]["mode"] = "graph"
+    assert figures(looped)["loop_by_hand"] == pytest.approx(90 / 12)
+
+
 @pytest.mark.parametrize(
     ("regrets", "choices", "less_spread"),
     [
