@@ -311,15 +311,23 @@ def compiled(subject: Subject, mode: str) -> Candidate:
         for _ in range(WARM_CALLS):  # an executor that makes few driver calls notices it now, and replays no graph
             call(subject.by_compile[0])
     executor, estimate = subject.by_compile
-    replays_itself = executor.graph_refusal is None
+    replays_itself = on_all_ranks(executor.graph_refusal is None, subject.device)
     if mode == EAGER and replays_itself:
         executor, _ = settled(subject.fusion(1), EAGER, call)
+    choice = executor.choice
     candidate = with_out(COMPILED, executor, subject.inputs_of(executor, 1), out, mode)
-    candidate = replace(candidate, runs=name_of(executor.choice.taken))
+    candidate = replace(candidate, runs=name_of(choice.taken if replays_itself or mode == EAGER else choice.captured))
     if (mode == GRAPH) != replays_itself:
         return candidate
-    tried = {str(timing.candidate): (timing.us, timing.graph) for timing in executor.choice.timings}
-    return replace(candidate, choice=candidate.runs, estimate=estimate, tried=tried)
+    tried = {str(timing.candidate): (timing.us, timing.graph) for timing in choice.timings}
+    return replace(candidate, choice=name_of(choice.taken), estimate=estimate, tried=tried)
+
+
+def on_all_ranks(here: bool, device: torch.device) -> bool:
+    """Return True if something is true on all ranks. All ranks call this."""
+    everywhere = torch.tensor(int(here), device=device)
+    dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
+    return bool(everywhere)
 
 
 def captured(subject: Subject) -> Candidate:

@@ -27,7 +27,7 @@ from hostir.knobs import CACHE
 if TYPE_CHECKING:
     from hostir.choice.platforms import Platform
 
-FORMAT = 4
+FORMAT = 5
 T = TypeVar("T")
 
 
@@ -59,7 +59,11 @@ class Entry:
 
     @staticmethod
     def measured(program: Program, eager: float | None, graph: float | None = None, failure: str = "") -> Entry:
-        """Return the measurement with these two times of a program. If `graph` is None, it cannot be captured."""
+        """Return the measurement of `hostir tune`, with these two times of a program.
+
+        If `graph` is None, the program cannot be captured. `hostir tune` replays the graphs of all candidates in turn,
+        so nothing is added to the times of replays, as in trials.
+        """
         out = ranked_by("out", eager, graph, captured_by_caller=uses_nccl(program))
         return Entry(program.digest, eager, graph, failure, out, replays=graph is not None)
 

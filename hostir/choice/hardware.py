@@ -5,12 +5,13 @@ fitted together to the times of all candidates on 2 GPUs in benchmarks/results, 
 the number of estimates for CUDA graphs that are off by more than 10 %, and the regret of the choice. Constants about
 which the times say little stay near their starting values. Tables on 4 and 8 GPUs, and old ones, count half.
 
-93 % of the estimates for the tables in benchmarks/results/2xH100 and 2xH200 are within 10 % of the time. Two tables of
-2xH200 were recorded after the fit: all-gathers with matmuls, with 94 %, and collectives alone, with 86 %, together 92 %
-of 266. A fit that sees only the tables in these two folders predicts 88 % of the times in the older tables. Two tables
-of H200 for the same rows, made on different days, agree within 10 % in 97 % of the times. On 8 ranks, sums were only
-emulated: see tests/choice/test_recorded.py. `python -m benchmarks.regret` prints the shares of each table, and the time
-that is lost if the choice follows the estimates.
+93 % of the estimates for the tables in benchmarks/results/2xH100 and 2xH200 are within 10 % of the time. Two of these
+tables were recorded after the fit, mostly of rows that had been measured before on other days: of all-gathers with
+matmuls, 94 % of the estimates are within 10 %, and of collectives alone 86 %. A fit that sees only the tables in these
+two folders predicts 88 % of the times in the older tables. Two tables of H200 for the same rows, made on different
+days, agree within 10 % in 97 % of the times. On 8 ranks, sums were only emulated: see tests/choice/test_recorded.py.
+`python -m benchmarks.regret` prints the shares of each table, and the time that is lost if the choice follows the
+estimates.
 
 Not fitted are `kernel_signal`, which was measured by a chain of copies in which kernels on another stream send the
 signals, the constants of all-to-alls, and `busy_sms`. Host times of operations are fitted to those of all candidates in

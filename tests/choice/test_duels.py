@@ -50,11 +50,21 @@ def test_a_replay_counts_unless_the_host_and_the_device_take_less_for_a_call() -
     both = [CHAMPION, CHALLENGER]
     times, host = [(25.0, 24.0), (23.0, 20.0)], (30.0, 70.0)
     assert not won(times, host), "costs of 25.5 and 32.5 us"
-    assert won(times, host, replaying=both), "replays of 25 and 23"
-    assert won([(25.0, 24.0), (33.0, 20.0)], (30.0, 20.0), replaying=both), "a replay of 25, a call of 20"
-    assert not won([(25.0, 24.0), (33.0, 20.0)], (30.0, 28.0), replaying=both), "its host takes 28"
-    assert not won([(25.0, 24.0), (33.0, 20.0)], (30.0, 32.0), replaying=both), "and 32: it is replayed"
+    assert won(times, host, replaying=both), "costs of 29 and 27"
+    assert won([(25.0, 24.0), (33.0, 20.0)], (30.0, 20.0), replaying=both), "costs of 29 and 20"
+    assert not won([(25.0, 24.0), (33.0, 20.0)], (30.0, 31.0), replaying=both), "29 and 31"
+    assert not won([(25.0, 24.0), (33.0, 20.0)], (30.0, 36.0), replaying=both), "29 and 37"
     assert not won([(25.0,), (33.0,)], (30.0, 20.0), replaying=both), "its calls were not timed"
+
+
+def test_costs_of_calls_are_relative_to_the_time_of_the_champion_in_its_first_duel() -> None:
+    trial = object.__new__(Trial)
+    trial.progress, trial.fastest, trial.in_graphs, trial.uncaptured = TrialState(CHAMPION), {}, False, set()
+    trial.replaying, trial.host = {CHALLENGER}, {CHAMPION: 0.0, CHALLENGER: 5.0}
+    trial._compare(CHAMPION, CHALLENGER, {CHAMPION: [30.0], CHALLENGER: [50.0, 40.0]})
+    assert trial.progress.times == {CHAMPION: 30.0, CHALLENGER: 40.0}
+    trial._compare(CHAMPION, CHALLENGER, {CHAMPION: [33.0], CHALLENGER: [50.0, 37.0]})
+    assert trial.progress.times == {CHAMPION: 30.0, CHALLENGER: pytest.approx(37 * 30 / 33)}
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ typedef struct {
   volatile int64_t text[RING];
 } Counts;
 
-/* One call of the driver. `place` is the index of the plan's step that makes it, for messages. */
+/* One call of the driver, or three for COUNT. `place` is the index of the plan's step that makes it, for messages. */
 typedef struct {
   Kind kind;
   int place;
@@ -368,8 +368,8 @@ static CUresult issue_memset(const Entry *entry, CUstream stream) {
   return driver.cuMemsetD32Async(target, value, entry->set.count, stream);
 }
 
-/* Let another stream write the number of the run when `stream` is here. If `stream` wrote it, later work of the stream
-   would begin 4 us later. */
+/* Let another stream write the number of the run when `stream` has reached this point. If `stream` wrote it, later work
+   of the stream would begin 4 us later. */
 static CUresult issue_count(Entry *entry, CUstream stream) {
   CUresult code = driver.cuEventRecord(entry->count.event, stream);
   if (code == CUDA_SUCCESS)

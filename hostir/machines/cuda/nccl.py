@@ -141,8 +141,8 @@ class NativeCollectives:
 
     Native code numbers the segments of tapes with collectives that it issues to a stream. It writes each number to
     pinned memory before it issues the segment. At the end of the segment, the device writes the number to the same
-    memory. A stream beside the segment's stream does this, because later work would wait 4 us for the write. Segments
-    end in order, so the numbers only rise. The watchdog only reads memory. A call of CUDA could wait for a lock that a
+    memory. A second stream does this. If the segment's own stream did, later work would begin 4 us later. Segments end
+    in order, so the numbers only rise. The watchdog only reads memory. A call of CUDA could wait for a lock that a
     thread holds while it waits for the device, and it would be refused while another thread captures.
 
     Args:
@@ -151,6 +151,7 @@ class NativeCollectives:
         rank: the rank of this process in the session.
 
     Fields:
+        device: the device.
         memory: the numbers of all streams.
         streams: the numbers of each stream's segments, by the handle of the stream.
         texts: what the collectives of each segment are, as text.
@@ -173,7 +174,8 @@ class NativeCollectives:
     def watches(self, stream: int) -> bool:
         """Return True if collectives on a stream can be watched. Only STREAMS streams of a session can."""
         if stream not in self.streams and self.free:
-            self.streams[stream] = SegmentsOfStream(self.free.pop(), *_beside(self, self.device))
+            self.streams[stream] = SegmentsOfStream(self.free[-1], *_beside(self, self.device))
+            self.free.pop()
         return stream in self.streams
 
     def entry(self, text: str, place: int, number: int, stream: int) -> TapeEntry:
@@ -218,7 +220,10 @@ class NativeCollectives:
 
 
 def _beside(owner: object, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Event]:
-    """Return a stream that writes the numbers of ended segments, and an event for which it waits."""
+    """Return a stream that writes the numbers of ended segments, and an event for which it waits.
+
+    Both live as long as the process, as `_all` keeps their owner.
+    """
     stream, event = own_stream(owner, device, priority=0), torch.cuda.Event()
     event.record(stream)  # torch creates the event now
     return stream, event

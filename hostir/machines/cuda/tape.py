@@ -72,7 +72,7 @@ class Address:
 
 @dataclass(frozen=True)
 class TapeEntry:
-    """One call of the driver or of NCCL on a tape.
+    """One call of the driver or of NCCL on a tape; COUNT stands for three calls.
 
     Fields:
         kind: LAUNCH, MEMORY, COPY, ROWS, MEMSET, RECORD, AWAIT, COLLECTIVE or COUNT.
