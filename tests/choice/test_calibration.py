@@ -69,11 +69,11 @@ def test_the_calibration_of_rank_0_counts_and_other_devices_have_their_own() -> 
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{}", "[1]", '{"format": 4, "key": {"calibration": "NVIDIA B200"}, "times": {"memory": -1}}']
+    "text", ["", "{}", "[1]", '{"format": %d, "key": {"calibration": "NVIDIA B200"}, "times": {"memory": -1}}']
 )
 def test_a_damaged_file_is_ignored_with_a_warning(text: str) -> None:
     path = calibration.write(NEW, {"memory": 5.0}, 2)
-    path.write_text(text)
+    path.write_text(text.replace("%d", str(cache.FORMAT)))
     with pytest.warns(CacheWarning, match="are ignored: it is damaged"):
         assert calibration.read(NEW) == ({}, 1)
 

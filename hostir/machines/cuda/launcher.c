@@ -81,7 +81,7 @@ typedef struct {
       CUstreamBatchMemOpParams op; /* writes the number of the run */
       Counts *counts;
       int64_t text;
-      CUstream beside; /* the stream that writes it, after the event */
+      CUstream aside;  /* the stream that writes it, after the event */
       CUevent event;
     } count;
   };
@@ -373,8 +373,8 @@ static CUresult issue_memset(const Entry *entry, CUstream stream) {
 static CUresult issue_count(Entry *entry, CUstream stream) {
   CUresult code = driver.cuEventRecord(entry->count.event, stream);
   if (code == CUDA_SUCCESS)
-    code = driver.cuStreamWaitEvent(entry->count.beside, entry->count.event, 0);
-  return code == CUDA_SUCCESS ? driver.cuStreamBatchMemOp_v2(entry->count.beside, 1, &entry->count.op, 0) : code;
+    code = driver.cuStreamWaitEvent(entry->count.aside, entry->count.event, 0);
+  return code == CUDA_SUCCESS ? driver.cuStreamBatchMemOp_v2(entry->count.aside, 1, &entry->count.op, 0) : code;
 }
 
 static CUresult issue(Entry *entry, CUstream stream) {
@@ -913,11 +913,11 @@ static int make_collective(Entry *entry, PyObject *fields) {
   return 0;
 }
 
-/* A count of runs: (address of Counts, text, stream beside, event). The address is the same for host and device. */
+/* A count of runs: (address of Counts, text, stream aside, event). The address is the same for host and device. */
 static int make_count(Tape *tape, Entry *entry, PyObject *fields) {
-  unsigned long long counts, beside, event;
+  unsigned long long counts, aside, event;
   long long text;
-  if (!PyArg_ParseTuple(fields, "KLKK", &counts, &text, &beside, &event))
+  if (!PyArg_ParseTuple(fields, "KLKK", &counts, &text, &aside, &event))
     return -1;
   if (tape->count != NULL || counts == 0) {
     PyErr_SetString(PyExc_ValueError, "a second count of runs, or one without memory");
@@ -926,7 +926,7 @@ static int make_count(Tape *tape, Entry *entry, PyObject *fields) {
   tape->count = entry;
   entry->count.counts = (Counts *)(uintptr_t)counts;
   entry->count.text = text;
-  entry->count.beside = (CUstream)(uintptr_t)beside;
+  entry->count.aside = (CUstream)(uintptr_t)aside;
   entry->count.event = (CUevent)(uintptr_t)event;
   entry->count.op = (CUstreamBatchMemOpParams){0};
   entry->count.op.writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_64;

@@ -174,7 +174,7 @@ class NativeCollectives:
     def watches(self, stream: int) -> bool:
         """Return True if collectives on a stream can be watched. Only STREAMS streams of a session can."""
         if stream not in self.streams and self.free:
-            self.streams[stream] = SegmentsOfStream(self.free[-1], *_beside(self, self.device))
+            self.streams[stream] = SegmentsOfStream(self.free[-1], *_stream_and_event(self, self.device))
             self.free.pop()
         return stream in self.streams
 
@@ -190,7 +190,7 @@ class NativeCollectives:
         if text not in self.texts:
             self.texts.append(text)
         segments = self.streams[stream]
-        handles = segments.beside.cuda_stream, segments.event.cuda_event
+        handles = segments.aside.cuda_stream, segments.event.cuda_event
         fields = (segments.memory.data_ptr(), self.texts.index(text), *handles)
         return TapeEntry(COUNT, place, number, fields, (), "count the segments that have ended")
 
@@ -219,7 +219,7 @@ class NativeCollectives:
         return f"{which}, or what follows it in its call,"
 
 
-def _beside(owner: object, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Event]:
+def _stream_and_event(owner: object, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Event]:
     """Return a stream that writes the numbers of ended segments, and an event for which it waits.
 
     Both live as long as the process, as `_all` keeps their owner.
@@ -234,15 +234,15 @@ class SegmentsOfStream:
 
     Fields:
         memory: the struct Counts of launcher.c.
-        beside: the stream that writes the number of a segment that has ended.
+        aside: the stream that writes the number of a segment that has ended.
         event: the event for which it waits, which is recorded at the end of the segment.
         ended: the number of segments that had ended when the watchdog asked last.
         waited: the seconds in which no segment has ended, and one was under way. Time in which the process was stopped
             does not count.
     """
 
-    def __init__(self, memory: torch.Tensor, beside: torch.cuda.Stream, event: torch.cuda.Event) -> None:
-        self.memory, self.beside, self.event = memory, beside, event
+    def __init__(self, memory: torch.Tensor, aside: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        self.memory, self.aside, self.event = memory, aside, event
         self.counts = memory.numpy().data
         self.ended, self.waited = 0, 0.0
 

@@ -1095,10 +1095,10 @@ def test_native_code_issues_collectives_of_nccl_for_any_addresses(
     assert sum(kind in line for line in logs[0]) == 1
     assert all(relative(of_caller(log)) == relative(logs[0]) for log in logs)
     segments = plan.machine.native_collectives.streams[CALLERS[0].cuda_stream]
-    here, beside, event = CALLERS[0].cuda_stream, segments.beside.cuda_stream, segments.event.cuda_event
+    here, aside, event = CALLERS[0].cuda_stream, segments.aside.cuda_stream, segments.event.cuda_event
     *waits, ends = zip(*(log[-3:] for log in logs[2:]), strict=True)
-    assert {*zip(*waits, strict=True)} == {(f"{here:#x}: record {event:#x}", f"{beside:#x}: wait {event:#x} 0")}
-    assert all(line.startswith(f"{beside:#x}: memory 0 5 ") for line in ends)
+    assert {*zip(*waits, strict=True)} == {(f"{here:#x}: record {event:#x}", f"{aside:#x}: wait {event:#x} 0")}
+    assert all(line.startswith(f"{aside:#x}: memory 0 5 ") for line in ends)
     assert [line.split()[-1] for line in ends] == ["1", "2", "3", "4"], "the numbers of the runs, at their ends"
     assert backend.issued == 2, "through torch: in the first run, and in the one that is recorded"
     text = plan.tapes.latest.text
@@ -1277,8 +1277,10 @@ module.open(path, native.DriverError)
 assert nccl.library_problem(module, path) == ""
 timeout = {"error": 60, "session": 60, "ends": 3}.get(what, 0.1)
 collectives = nccl.NativeCollectives(timeout, torch.device("cpu"), 3)
-nccl._beside = lambda *_: (SimpleNamespace(cuda_stream=1), SimpleNamespace(cuda_event=2))
+usual = nccl._stream_and_event
+nccl._stream_and_event = lambda *_: (SimpleNamespace(cuda_stream=1), SimpleNamespace(cuda_event=2))
 assert collectives.watches(0)
+nccl._stream_and_event = usual  # the lambda would keep this module's objects, and `waits` must be destroyed
 collectives.entry("'allgather %a -> %b'", 0, 0, 0)
 counts = collectives.streams[0].memory
 counts[0] = what != "nothing begun"
