@@ -14,8 +14,8 @@ Each number of a row is the median of the runs. The columns:
 - *captured* is the regret of a CUDA graph of the second call, against hostir's fastest candidate in a graph.
 - *x NCCL + cuBLAS* and *x best peer* are the speed of the choice as a multiple of the speed of these peers: the lowest
   row. Both are called by Python for each run. For some calls with `out=`, hostir then replays a graph of its own.
-- *in a loop x NCCL + cuBLAS* and *in a loop x best peer* are the same for calls in a loop. Such a call takes the time
-  of the device or that of the host, whichever is longer: with few rows it is the host's.
+- *in a loop x NCCL + cuBLAS* and *in a loop x best peer* are the same for calls in a loop. Such a call takes as
+  long as the device or the host, whichever takes longer. With few rows it is the host.
 - *captured x NCCL + cuBLAS* and *captured x best peer* are the same for CUDA graphs: the graph of the second call of
   hostir, and a graph of the peer.
 """
@@ -96,7 +96,7 @@ def figures(row: Mapping[str, Any]) -> Values:
 
 
 def in_a_loop(times: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the times of a candidate in a loop of calls: of the device or of the host, whichever is longer."""
+    """Return the times of a candidate in a loop of calls: of the device or the host, whichever is longer."""
     both = {mode: (times[mode], times[f"host_{mode}_us"]) for mode in MODES if f"host_{mode}_us" in times}
     return {"ours": times["ours"], **{mode: max(us) for mode, us in both.items()}}
 

@@ -305,7 +305,10 @@ def compiled(subject: Subject, mode: str) -> Candidate:
     other mode, the caller captures its calls, or an executor without graphs makes a choice of its own.
     """
     out = subject.out(1)
-    call = lambda executor: executor(*subject.inputs_of(executor, 1), out=out)  # noqa: E731
+
+    def call(executor: hi.Executor) -> object:
+        return executor(*subject.inputs_of(executor, 1), out=out)
+
     if subject.by_compile is None:
         subject.by_compile = settled(subject.fusion(1), GRAPH, call)
         for _ in range(WARM_CALLS):  # an executor that makes few driver calls notices it now, and replays no graph

@@ -40,8 +40,7 @@ class Timing:
     """The time of one call of a candidate, in microseconds, and the symmetric memory that the candidate uses.
 
     Fields:
-        us: the time by which candidates are ranked: `eager` or `graph` (see `ranked_by`), or the cost from a trial (see
-            hostir.choice.trials).
+        us: the time by which candidates are ranked. It is `eager` or `graph` (see `ranked_by`), or comes from a trial.
         eager: the time of a call that issues every statement anew.
         graph: the time of a replay of a CUDA graph; None if the candidate cannot be replayed.
         symmetric: the number of bytes of symmetric memory on a rank.

@@ -372,17 +372,19 @@ class Trial:
         for known, of in ((replays, itemgetter(0)), (fastest, min)):
             known.setdefault(champion, of(medians[champion]))
             known[challenger] = of(medians[challenger]) * known[champion] / of(medians[champion])
+        costs: dict[Candidate, float] = {}
         for candidate in (champion, challenger):
             host = 0.0 if self.in_graphs else self.host[candidate]
-            times[candidate] = fastest[candidate] + HOST * max(host - fastest[candidate], 0.0)
+            times[candidate] = costs[candidate] = fastest[candidate] + HOST * max(host - fastest[candidate], 0.0)
             self.progress.plain.discard(candidate)
             if candidate in self.replaying:
-                times[candidate] = replays[candidate] + OTHERS
+                times[candidate], costs[candidate] = replays[candidate], replays[candidate] + OTHERS
                 replay, *call = medians[candidate]
                 if call and max(*call, host) <= (replay + OTHERS) * (1 - SLOWER):
                     self.progress.plain.add(candidate)
-                    times[candidate] = max(call[0] * fastest[candidate] / min(medians[candidate]), host)
-        ratio = times[challenger] / times[champion]
+                    us = max(call[0] * fastest[candidate] / min(medians[candidate]), host)
+                    times[candidate] = costs[candidate] = us
+        ratio = costs[challenger] / costs[champion]
         if abs(ratio - 1) <= NEAR:
             ratio *= replays[challenger] / replays[champion]
         if ratio < 1 or (self.in_graphs and champion in self.uncaptured):

@@ -222,8 +222,9 @@ class NativeCollectives:
 def _stream_and_event(owner: object, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Event]:
     """Return a stream that writes the numbers of ended segments, and an event for which it waits.
 
-    Both live as long as the process, as `_all` keeps their owner. The priority is not that of the stream that raises
-    flags after a failure: if both shared a hardware queue, the flags could wait for a collective that never ends.
+    Both live as long as the process, as `_all` keeps their owner. After a failure, a stream of the
+    highest priority raises flags. This stream has another priority, so the two share no hardware queue. Otherwise the
+    flags could wait for a collective that never ends.
     """
     stream, event = own_stream(owner, device, priority=0), torch.cuda.Event()
     event.record(stream)  # torch creates the event now
