@@ -43,6 +43,8 @@ VARIANTS = tuple(
     Variant(strategy, kernels, slices, streams)
     for strategy, slices, streams in (
         ("sequential", 1, 1),
+        ("sequential by low_latency", 1, 1),
+        ("sequential by copy_engine", 1, 1),
         ("pipeline", 2, 2),
         ("pipeline", 4, 4),
         ("ring", 1, 2),

@@ -30,7 +30,7 @@ def implemented(transfer: CostTransfer, hardware: Hardware) -> float | None:
     size, ranks = transfer.bytes / 1e3, transfer.ranks  # kilobytes, so that a rate in GB/s gives microseconds
     copied = 0.0 if transfer.in_workspace else SMALL_COPY + 2 * size / hardware.memory
     if by == LOW_LATENCY:
-        sent = (ranks - 1) * size / (ranks if keyword == "reduce_scatter" else 1)
+        sent = (ranks - 1) * size / (1 if keyword == "allreduce" else ranks)
         return EXCHANGE + sent / hardware.sending
     if by == ONE_SHOT and keyword == "allreduce":
         in_kernel = 0.0 if transfer.in_workspace else 2 * size / COPY_IN_KERNEL  # the kernel makes the copy

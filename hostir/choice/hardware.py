@@ -78,7 +78,7 @@ class Hardware:
         behind: the time by which a collective takes longer if a matmul is the last task that it waits for.
         rates: the rate of each collective, counting the bytes that leave a rank and half of the bytes that it keeps.
         during_computation: the share of the rate of each collective that is left while a computation runs.
-        sending: the rate at which hostir's kernel `low_latency` sends to peers and sums.
+        sending: the rate at which hostir's kernel `low_latency` sends to peers, and sums or stores.
         copy: the fixed time of a copy by a copy engine.
         waited: the time by which such a copy takes longer if its stream waits for a flag or for another stream.
         link: the rate of copies to a peer.

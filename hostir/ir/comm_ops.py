@@ -202,22 +202,22 @@ class Implemented(Collective):
     def workspace(self) -> Value | None:
         if self.by == LOW_LATENCY:  # two slots for each rank
             slots = Axis.of(2 * self.mesh.size(self.over))
-            return Value(SLOTS, self.summand.with_axes((slots, *self.summand.axes)))
+            return Value(SLOTS, self.piece.with_axes((slots, *self.piece.axes)))
         return replace(self.x, name=WORKSPACE) if self.by else None
 
     @property
-    def summand(self) -> TensorType:
-        """The type of the tensor that an implementation other than NCCL sums in units of UNIT bytes."""
+    def piece(self) -> TensorType:
+        """The type of what one rank sends to another. Kernels sum or move it in units of UNIT bytes."""
         return self.x.tensor
 
     @property
     def units(self) -> Size:
-        return product(self.summand.local_shape) * self.summand.dtype.bytes / UNIT
+        return product(self.piece.local_shape) * self.piece.dtype.bytes / UNIT
 
     def divisions(self) -> Iterator[Division]:
         yield from super().divisions()
         if self.by in (LOW_LATENCY, ONE_SHOT, TWO_SHOT):
-            yield Division(self.units, f"'{self.keyword()} by {self.by}' sums {UNIT} bytes at a time", self.span)
+            yield Division(self.units, f"'{self.keyword()} by {self.by}' takes {UNIT} bytes at a time", self.span)
 
     def verify(self) -> None:
         super().verify()
@@ -267,15 +267,18 @@ def check_team(s: Statement, ranks: int) -> None:
 class AllGather(Implemented):
     """All-gather: every rank gets the parts of all ranks, in the order of the ranks.
 
-    With `by copy_engine`, copy engines copy the parts of peers on CUDA, between two barriers. SMs only run the barriers
-    and copies within the GPU. It needs the symmetric memory of all ranks of the program. So the ranks are on one host,
-    and the team is all ranks.
+    With `by low_latency`, a kernel of hostir sends this rank's part to all peers on CUDA, and no flags are needed: see
+    `hostir.kernels.low_latency`. It needs bf16, f16 or f32, and a multiple of 16 bytes on each rank. A NaN may arrive
+    with other bits. With `by copy_engine`, copy engines copy the parts of peers, between two barriers. SMs only run the
+    barriers and copies within the GPU.
 
-    Example: %h = allgather %x: f32[8@didx, 16, 32] -> %y: f32[8, 16, 32] over didx by copy_engine
+    Both need the symmetric memory of all ranks of the program. So the ranks are on one host, and the team is all ranks.
+
+    Example: %h = allgather %x: f32[8@didx, 16, 32] -> %y: f32[8, 16, 32] over didx by low_latency
     """
 
     syntax = "{handle} = allgather {x} -> {out} over {over}" + BY
-    implementations = (COPY_ENGINE,)
+    implementations = (LOW_LATENCY, COPY_ENGINE)
     rule = "x with its outermost axis on {over}, and out the same without it"
 
     def fits(self, x: TensorType, out: TensorType) -> bool:
@@ -331,7 +334,7 @@ class ReduceScatter(Implemented):
     implementations = (LOW_LATENCY, ONE_SHOT)
 
     @property
-    def summand(self) -> TensorType:
+    def piece(self) -> TensorType:
         return self.out.tensor
 
     def verify_by(self) -> None:

@@ -1,9 +1,10 @@
-"""Sum tensors of all ranks in one kernel and one exchange, without flags: the data themselves show that they are there.
+"""Sum or gather tensors of all ranks in one kernel and one exchange, without flags: the data show that they are there.
 
 Each rank has slots in symmetric memory, one for each rank. An empty slot is all zeros. The kernel stores this rank's
 summands into its slot at every peer. It waits until no element of its own slots is zero, adds up the summands in the
 order of the ranks, and empties the slots. It does this block by block, and sends a few blocks ahead of the block that
-it sums up. So the link and the memory are busy at the same time.
+it sums up. So the link and the memory are busy at the same time. An all-gather does the same with the parts of the
+ranks, but it stores each part in its place instead of adding them up.
 
 The bits of an element are inverted before they are stored. So the only element that would look like an empty slot is
 the NaN whose bits are all ones. Another NaN is sent in its place.
@@ -43,7 +44,7 @@ BITS = {2: torch.int16, 4: torch.int32}  # integers, by the bytes of an element
 PROGRAMS = 128  # the most programs, each on its own SM: they must run at the same time, because they wait for peers
 VECTOR = 16  # bytes that a thread moves at a time
 BLOCKS = 512, 16 << 10  # the least and the most bytes of a block
-MAX_ELEMENTS = (1 << 31) - (1 << 22)  # of a sum: a step of all programs beyond its end must fit into 32 bits
+MAX_ELEMENTS = (1 << 31) - (1 << 22)  # of a slot: a step of all programs beyond its end must fit into 32 bits
 MAX_WARPS, LONGEST = 16, 8192  # a longer row gets twice the warps, so that registers hold it
 # How many blocks a program sends ahead of the one that it sums up. Without an epilogue, the largest blocks of all
 # programs together are 2 MiB, which take about 5 us to a peer.
@@ -52,11 +53,16 @@ _IN_FLIGHT = tl.constexpr(IN_FLIGHT)
 
 
 @triton.jit
+def _sendable(x, at, mask):
+    """Return the elements `at` of `x`, with another NaN in the place of the one whose bits are all ones."""
+    bits = tl.load(x + at, mask=mask, other=0)
+    return tl.where(bits == -1, bits & ((1 << (bits.dtype.primitive_bitwidth - 1)) - 1), bits)
+
+
+@triton.jit
 def _send(x, slot, at, mask):
     """Store the elements `at` of `x` into a slot at a peer."""
-    bits = tl.load(x + at, mask=mask, other=0)
-    bits = tl.where(bits == -1, bits & ((1 << (bits.dtype.primitive_bitwidth - 1)) - 1), bits)
-    tl.store(slot + at, bits ^ -1, mask=mask)
+    tl.store(slot + at, _sendable(x, at, mask) ^ -1, mask=mask)
 
 
 @triton.jit
@@ -107,8 +113,8 @@ def _finish_row(
 
 @triton.jit(do_not_specialize=["size", "room", "length"])
 def low_latency_kernel(
-    x,  # this rank's summands, as integers; with SCATTERS, those for each rank, one rank after another
-    out,  # the sums; None if only the results of the epilogue are wanted
+    x,  # this rank's summands or its part, as integers; with SCATTERS, those for each rank, one rank after another
+    out,  # the sums, or all parts; None if only the results of the epilogue are wanted
     residual,  # this and the next five: see `RowTensors`
     weight,
     added,
@@ -117,12 +123,13 @@ def low_latency_kernel(
     quantized,
     slots,  # a tuple of pointers: the slots of each rank
     calls,  # [PROGRAMS] of int32, all equal: the number of calls so far
-    size,  # of a result, in UNIT elements
+    size,  # of what a rank sends to a peer, in UNIT elements
     room,  # vectors of VECTOR bytes in a slot
     length,  # of a row, in UNIT elements; unused without ROWS
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
-    SCATTERS: tl.constexpr,  # each rank gets a part of the sums; else every rank gets all of them
+    SCATTERS: tl.constexpr,  # each rank gets a part of the sums
+    GATHERS: tl.constexpr,  # every rank gets the parts of all ranks; without SCATTERS and GATHERS, all sums
     FLOAT: tl.constexpr,  # the type of the elements
     ROWS: tl.constexpr,  # a block is a row, and the epilogue finishes it
     UNIT: tl.constexpr,
@@ -132,7 +139,7 @@ def low_latency_kernel(
     LEAST: tl.constexpr,  # the least scale
     PROGRAMS: tl.constexpr,
 ):
-    """Store this rank's summands at the peers, wait for theirs, and compute the sums. See the module."""
+    """Store this rank's data at the peers, wait for theirs, and compute or store the results. See the module."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     call = tl.load(calls + program)
     size, room = size * UNIT, room.to(tl.int64) * (128 // FLOAT.primitive_bitwidth)
@@ -161,25 +168,32 @@ def low_latency_kernel(
         if ROWS:  # these loads do not wait for peers
             added_to = tl.load(residual + at, mask=mask, other=0)
             factors = None if weight is None else tl.load(weight + number, mask=mask, other=0)
-        total = tl.zeros((BLOCK,), dtype=tl.float32)
-        for rank in tl.static_range(RANKS):
-            if rank == RANK:
-                bits = tl.load(own + at, mask=mask, other=0)
-            else:
-                bits = _receive(slots[RANK] + half + rank * room, at, mask)
-            summand = to_float32(bits.to(FLOAT, bitcast=True))
-            if rank == 0:
-                total = summand  # -0 stays -0
-            else:
-                total += summand
-        rounded = from_float32(total, FLOAT)
-        if out is not None:
-            tl.store(out + at, rounded.to(bits.dtype, bitcast=True), mask=mask)
-        if ROWS:
-            results = added, normed, scales, quantized
-            row = begin // step
-            total = to_float32(rounded)
-            _finish_row(total, added_to, factors, row, at, mask, step, *results, FLOAT, EPS, LIMIT, LEAST)
+        if GATHERS:
+            tl.store(out + RANK * size.to(tl.int64) + at, _sendable(own, at, mask), mask=mask)  # as on the peers
+            for i in tl.static_range(1, RANKS):
+                peer = (RANK + i) % RANKS
+                bits = _receive(slots[RANK] + half + peer * room, at, mask)
+                tl.store(out + peer * size.to(tl.int64) + at, bits, mask=mask)
+        else:
+            total = tl.zeros((BLOCK,), dtype=tl.float32)
+            for rank in tl.static_range(RANKS):
+                if rank == RANK:
+                    bits = tl.load(own + at, mask=mask, other=0)
+                else:
+                    bits = _receive(slots[RANK] + half + rank * room, at, mask)
+                summand = to_float32(bits.to(FLOAT, bitcast=True))
+                if rank == 0:
+                    total = summand  # -0 stays -0
+                else:
+                    total += summand
+            rounded = from_float32(total, FLOAT)
+            if out is not None:
+                tl.store(out + at, rounded.to(bits.dtype, bitcast=True), mask=mask)
+            if ROWS:
+                results = added, normed, scales, quantized
+                row = begin // step
+                total = to_float32(rounded)
+                _finish_row(total, added_to, factors, row, at, mask, step, *results, FLOAT, EPS, LIMIT, LEAST)
     for n in range(program, PROGRAMS, programs):
         tl.store(calls + n, call + 1)
 
@@ -200,8 +214,8 @@ class Epilogue:
 class RowTensors(NamedTuple):
     """The tensors of an epilogue, contiguous, `[..., columns]`. Results that are None are not stored.
 
-    No result shares memory with another tensor of the call, with two exceptions: `added` may be the residual, and
-    without `scatters` a result in the dtype of the summands may be the summands.
+    No result shares memory with another tensor of the call, with two exceptions: `added` may be the residual, and in
+    an all-reduce a result in the dtype of the summands may be the summands.
 
     Fields:
         residual: is added to the sums.
@@ -223,12 +237,12 @@ class RowTensors(NamedTuple):
 NO_ROWS = RowTensors(*[None] * len(RowTensors._fields))
 
 
-class LowLatencySum:
-    """A kernel that sums tensors of all ranks. A call of the object launches the kernel.
+class LowLatency:
+    """A kernel that sums or gathers tensors of all ranks. A call of the object launches the kernel.
 
     All ranks call it in the same order, and each rank on one stream, or on streams that follow each other. The kernel
-    waits for the peers without a timeout. If its slots are overwritten with 16-bit
-    integers -32768, it ends, and its sums are NaN.
+    waits for the peers without a timeout. If its slots are overwritten with 16-bit integers -32768, it ends, and what
+    it computes from them is NaN.
 
     Sums are computed in float32, in the order of the ranks, and rounded once. So all ranks get the same bits. Ranks may
     call kernels with different epilogues, if all programs of each kernel fit on its GPU at once.
@@ -236,10 +250,11 @@ class LowLatencySum:
     Args:
         device: this rank's device.
         rank: this rank.
-        slots: the memory for the slots of each rank, contiguous, of the dtype of the summands, and zero at first. With
-            R ranks it holds 2 R slots of the same size, the size of a result. Each slot is a multiple of 16 bytes.
+        slots: the memory for the slots of each rank, contiguous, of the dtype of the data, and zero at first. With R
+            ranks it holds 2 R slots of the same size, at least the size of what a rank sends to a peer. Each slot is a
+            multiple of 16 bytes.
         calls: an int32 tensor of PROGRAMS zeros. All kernels that use these slots share it.
-        scatters: every rank gets its part of the sums, in the order of the ranks; otherwise all sums.
+        collective: `allreduce`, `reduce_scatter` or `allgather`. Parts are in the order of the ranks.
         epilogue: the computations after the sums; None if there are none.
     """
 
@@ -249,31 +264,33 @@ class LowLatencySum:
         rank: int,
         slots: Sequence[torch.Tensor],
         calls: torch.Tensor,
-        scatters: bool,
+        collective: str,
         epilogue: Epilogue | None = None,
     ) -> None:
-        self.device, self.rank, self.slots, self.calls, self.scatters = device, rank, slots, calls, scatters
+        self.device, self.rank, self.slots, self.calls, self.collective = device, rank, slots, calls, collective
         self.epilogue = epilogue
         self.room = slots[0].numel() * slots[0].element_size() // (2 * len(slots)) // VECTOR
         # The number of programs, the kernel, and its arguments after the tensors, by the size and the alignments.
         self.launches: dict[tuple[object, ...], tuple[int, Compiled | None, tuple[object, ...]]] = {}
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None, rows: RowTensors = NO_ROWS) -> None:
-        """Launch the kernel on the current stream. Within `loading`, only load it. Without sums, nothing is sent.
+        """Launch the kernel on the current stream. Within `loading`, only load it. Without results, nothing is sent.
 
-        `x` and `out` are contiguous, and may be the same memory without `scatters`. `x` has the size of `out`, or with
-        `scatters` the size of all results. A result is a multiple of 16 bytes. With an epilogue, `out` is None if the
-        sums themselves are not wanted, and `rows` are the other tensors. A program holds a row in registers.
+        `x` and `out` are contiguous. In an all-reduce they have the same size, and may be the same memory. In a
+        reduce-scatter, `x` has the size of all results; in an all-gather, `out` has the size of all parts. What a rank
+        sends to a peer is a multiple of 16 bytes. With an epilogue, `out` is None if the sums themselves are not
+        wanted, and `rows` are the other tensors. A program holds a row in registers.
         """
         result = out if rows.residual is None else rows.residual
-        assert result is not None
-        if not result.numel():
+        sent = x if self.collective == "allgather" else result
+        assert sent is not None
+        if not sent.numel():
             return
         tensors = x, out, *rows
         alignments = [None if t is None else t.data_ptr() % VECTOR == 0 for t in tensors]
-        key = (result.shape, *alignments)
+        key = (sent.shape, *alignments)
         if key not in self.launches:
-            self.launches[key] = self._prepare(result, tensors, alignments)
+            self.launches[key] = self._prepare(sent, tensors, alignments)
         programs, compiled, arguments = self.launches[key]
         if only_loads():
             return
@@ -286,12 +303,15 @@ class LowLatencySum:
         compiled.launch(programs, compiled.stream(self.device.index), (*addresses, *arguments))
 
     def _prepare(
-        self, result: torch.Tensor, tensors: Sequence[torch.Tensor | None], alignments: Sequence[bool | None]
+        self, sent: torch.Tensor, tensors: Sequence[torch.Tensor | None], alignments: Sequence[bool | None]
     ) -> tuple[int, Compiled | None, tuple[object, ...]]:
-        """Load the kernel for sums like `result`. Return the number of programs, the kernel and arguments."""
-        width, size, columns = result.element_size(), result.numel(), result.shape[-1]
+        """Load the kernel. Return the number of programs, the kernel and arguments.
+
+        `sent` is a tensor like the one that a rank sends to a peer.
+        """
+        width, size, columns = sent.element_size(), sent.numel(), sent.shape[-1]
         if size > MAX_ELEMENTS:
-            raise ValueError(f"a sum by low_latency has at most {MAX_ELEMENTS} elements, and this one has {size}")
+            raise ValueError(f"low_latency sends at most {MAX_ELEMENTS} elements to a rank, and these are {size}")
         sms, most, unit, eps, limit = min(PROGRAMS, limits(self.device).sms), MAX_WARPS, VECTOR // width, 0.0, 0.0
         if self.epilogue is None:
             bytes = triton.next_power_of_2(-(-size * width // sms))
@@ -305,7 +325,8 @@ class LowLatencySum:
             limit = torch.finfo(FP8[fp8]).max if fp8 else 0.0
         warps = 1 if INTERPRETED else min(max(bytes // VECTOR // 32, 1), most)
         constants = (
-            *(self.rank, len(self.slots), self.scatters, FLOATS[result.dtype], self.epilogue is not None),
+            *(self.rank, len(self.slots), self.collective == "reduce_scatter", self.collective == "allgather"),
+            *(FLOATS[sent.dtype], self.epilogue is not None),
             *(unit, bytes // width, eps, limit, LEAST_SCALE, PROGRAMS),
         )
         numbers = size // unit, self.room, columns // unit

@@ -110,7 +110,7 @@ class UnrolledProgram:
         for op in self.ops:
             if isinstance(op, CollectiveOp) and op.by:
                 slots = op.by == LOW_LATENCY
-                x = self.layouts[op.out if slots else op.x]
+                x = self.layouts[op.out if slots and op.communication == "reduce_scatter" else op.x]
                 size = prod(x.shape) * self.dtypes[x.buffer].bytes * (2 * len(op.team) if slots else 1)
                 name = SLOTS if slots else WORKSPACE
                 shared[name] = max(shared[name], size)

@@ -197,6 +197,7 @@ def implementations_compute_what_plain_collectives_compute() -> None:
         ("one_shot", programs.row_parallel("f32"), (x, w)),
         ("two_shot", programs.row_parallel("bf16"), (x.bfloat16(), w.bfloat16())),
         ("one_shot", programs.row_scattered("f32"), (x[:, None].expand(4, SIZE, 16, 16).contiguous(), w)),
+        ("low_latency", programs.ag_matmul(), parts_of("bf16", m=5)),
         ("copy_engine", programs.ag_matmul(), parts_of("bf16", m=5)),
     ):
         executors = [Executor(program) for program in (plain, programs.implemented(plain, by))]

@@ -32,9 +32,12 @@ def reasons(fusion: hi.Fusion, platform: Platform = H200X4) -> dict[str, str]:
     return {it.candidate.strategy: it.reason for it in candidates_of(fusion.program(), platform).impossible}
 
 
+GATHERS = "sequential by low_latency", "sequential by copy_engine"
+
+
 def test_an_allgather_of_rows_can_run_with_every_strategy() -> None:
     candidates = candidates_of(patterns.allgather_matmul(S=4).program(), H200X4, for_testing=True)
-    assert {c.strategy for c in candidates.programs} == {*STRATEGIES, "sequential by copy_engine"} - {"chain"}
+    assert {c.strategy for c in candidates.programs} == {*STRATEGIES, *GATHERS} - {"chain"}
     assert {c.streams for c in candidates.programs if c.strategy == "pipeline"} == {2, 4}
     assert {c.kernels for c in candidates.programs} == {"cublas", "triton"}
     assert [(it.candidate.strategy, it.warn) for it in candidates.impossible] == [("chain", False)]
@@ -53,7 +56,7 @@ def test_without_a_stream_axis_there_is_no_pipeline() -> None:
     c.set_device_mesh(mesh)
     assert strategies(fusion, reference(H200, 2)) == {
         "sequential",
-        "sequential by copy_engine",
+        *GATHERS,
         "ring",
         "fused",
         "push",
@@ -98,7 +101,7 @@ def test_without_peer_access_only_candidates_with_collectives_remain(change: Map
     candidates = candidates_of(patterns.allgather_matmul().program(), replace(GPUS, **change))
     assert {c.strategy for c in candidates.programs} == {"sequential", "pipeline"}
     assert not any(shares_memory(p) for p in candidates.programs.values())
-    impossible = {"ring", "chain", "fused", "push", "sequential by copy_engine"}
+    impossible = {"ring", "chain", "fused", "push", *GATHERS}
     assert {it.candidate.strategy for it in candidates.impossible} == impossible
     assert all(reason in it.reason and it.warn for it in candidates.impossible)
 

@@ -82,7 +82,7 @@ def test_neighbours_with_the_same_candidate_are_one_range_and_ranges_cover_all_s
     assert merged[-1].last is None
     assert [it.last for it in merged[:-1]] == [it.first - 1 for it in merged[1:]]
     assert all(a.choice.taken != b.choice.taken for a, b in pairwise(merged))
-    assert merged[0].choice.strategy in ("sequential", "push")
+    assert merged[0].choice.strategy == "sequential by low_latency"
     assert merged[-1].choice.strategy == "fused"
     for it in merged:
         for m in (it.first, it.last or 10**6):

@@ -550,7 +550,8 @@ def test_scaled_matmuls_are_estimated_for_every_strategy() -> None:
     fusion = patterns.scaled_allgather_matmul(2, M=8192, K=8192, N=4096)
     choice = decide(fusion.program(), reference(H200, 2), {})
     taken = {timing.candidate.strategy for timing in choice.timings}
-    assert taken == {"sequential", "sequential by copy_engine", "ring", "fused", "push"}
+    by = {"sequential by low_latency", "sequential by copy_engine"}
+    assert taken == {"sequential", *by, "ring", "fused", "push"}
 
 
 def test_a_matmul_that_stores_few_rows_to_peers_saves_the_copy_kernel() -> None:

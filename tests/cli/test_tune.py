@@ -55,7 +55,7 @@ def test_explain_prints_the_choice_the_times_and_why_other_candidates_are_imposs
     assert sum("no matmul has %b_full as its left side" in line for line in rest) == 4
     possible = rest[: rest.index("not possible:")]
     times = [line.split() for line in possible if line.startswith(("  sequential", "  pipeline"))]
-    assert len(times) == 8
+    assert len(times) == 10
 
 
 def test_the_columns_of_explain_are_aligned(capfd: pytest.CaptureFixture[str]) -> None:

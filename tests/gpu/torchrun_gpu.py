@@ -61,6 +61,12 @@ fusion @sums(%x: bf16[M, 4096] partial(didx)) -> (%y) {{
   %y: bf16[M, 4096] = reshard %x
 }}
 """
+PARTS = f"""hostir 1
+mesh @mesh [didx] = {RANKS}
+fusion @parts(%x: bf16[{SIZE}@didx, M, 4096]) -> (%y) {{
+  %y: bf16[{SIZE}, M, 4096] = reshard %x
+}}
+"""
 NAN = float("nan")
 Tensors = Sequence[torch.Tensor | None]
 
@@ -148,8 +154,10 @@ def cases() -> list[Case]:
         ]
     for dtype in ("f32", "bf16"):
         reduced, scattered = programs.row_parallel(dtype), programs.row_scattered(dtype)
-        copied = programs.implemented(programs.ag_matmul(dtype=dtype), "copy_engine")
+        gathered = programs.ag_matmul(dtype=dtype)
+        copied = programs.implemented(gathered, "copy_engine")
         every += [
+            Case(f"by low_latency, gathered {dtype}", programs.implemented(gathered, "low_latency"), product),
             Case(f"by copy_engine {dtype}", copied, product),
             Case(f"by copy_engine ragged {dtype}", copied, product, m=5),
         ]
@@ -341,9 +349,12 @@ def modes_take_turns(strategy: str, kernels: str) -> bool:
     return good
 
 
-def thousand_sums(calls: int = 1000) -> bool:
-    """Make all-reduces by two executors on two streams, with random delays: the bits are of a sum in rank order."""
-    program = hi.lower(hi.parse(SUMS), "sequential by low_latency")
+def thousand_calls(gathers: bool, calls: int = 1000) -> bool:
+    """Make collectives by two executors on two streams, with random delays. All bits must be right.
+
+    They are all-gathers, or all-reduces, which add up in the order of the ranks.
+    """
+    program = hi.lower(hi.parse(PARTS if gathers else SUMS), "sequential by low_latency")
     executors, streams = (
         [Executor(program, kernels="triton") for _ in range(2)],
         [torch.cuda.Stream() for _ in range(2)],
@@ -357,18 +368,19 @@ def thousand_sums(calls: int = 1000) -> bool:
             xs = [torch.randn(m, 4096, generator=generator, device="cuda").bfloat16() for _ in range(SIZE)]
             if random.random() < 0.2:
                 torch.cuda._sleep(random.randrange(5_000_000))  # up to 2.5 ms, different on each rank
-            (y,) = drawn.choice(executors)(xs[RANK])
+            (y,) = drawn.choice(executors)(xs[RANK][None] if gathers else xs[RANK])
             total = xs[0].float()
             for x in xs[1:]:
                 total = total + x.float()
-            wrong.append((y != total.bfloat16()).any())
+            wrong.append((y != (torch.stack(xs) if gathers else total.bfloat16())).any())
     torch.cuda.synchronize()
     failed = sum(map(bool, wrong))
     good = everywhere(failed == 0)
     if failed:
-        print(f"rank {RANK}: {failed} of {calls} sums have other bits", flush=True)
+        print(f"rank {RANK}: {failed} of {calls} results have other bits", flush=True)
     if RANK == 0:
-        print(f"{'ok    ' if good else 'FAILED'} {calls} sums by low_latency, with random delays", flush=True)
+        kind = "all-gathers" if gathers else "all-reduces"
+        print(f"{'ok    ' if good else 'FAILED'} {calls} {kind} by low_latency, with random delays", flush=True)
     return good
 
 
@@ -547,7 +559,7 @@ def main() -> None:
         results = [ran(case, kernels) for case in chosen for kernels in ("aten", "triton")]
         results += [sizes_take_turns() for _ in range(wanted.count("sizes") if wanted else 1)]
         if not wanted or "sums" in wanted:
-            results.append(thousand_sums())
+            results += [thousand_calls(gathers) for gathers in (False, True)]
         if not wanted or "layers" in wanted:
             results += [layers_share_memory(strategy) for strategy in ("ring", "fused", "push")]
         if not wanted or "decoder" in wanted:
@@ -557,7 +569,7 @@ def main() -> None:
         if not wanted or "native" in wanted:
             results += [native(kind) for kind in ("allgather", "reduce_scatter", "allreduce")]
         if not wanted or "modes" in wanted:
-            gathers = ("ring", "fused", "push", "sequential by copy_engine")
+            gathers = ("ring", "fused", "push", "sequential by low_latency", "sequential by copy_engine")
             results += [modes_take_turns(s, k) for s in gathers for k in ("aten", "triton")]
     with session("cuda"):  # a second session connects again
         again = [*chosen[:1], Case("copies", hi.lower(hi.parse(ROWS), "fused"), product, m=512 * SIZE)]

@@ -26,7 +26,7 @@ EXPERTS = ["batched_mlp", "expert_mlp", "moe_layer"]
 COLLECTIVES = ["gather", "scatter", "broadcast", "alltoall", "sendrecv"]
 LOWERED = {
     "sequential": [*EVERY, *SCALED, *EXPERTS, "weight_gathered", *COLLECTIVES],
-    "sequential by low_latency": ["row_parallel", "row_parallel_scattered"],
+    "sequential by low_latency": ["allgather_matmul", "row_parallel", "row_parallel_scattered"],
     "sequential by one_shot": ["row_parallel", "row_parallel_scattered"],
     "sequential by two_shot": ["row_parallel"],
     "sequential by copy_engine": ["allgather_matmul"],

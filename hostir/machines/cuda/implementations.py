@@ -39,7 +39,7 @@ from hostir.plan.lifetimes import awaited_at_once, workspace_buffers
 from hostir.plan.operations import NONE, CollectiveOp, MessagesOp
 
 if TYPE_CHECKING:
-    from hostir.kernels.low_latency import Epilogue, LowLatencySum
+    from hostir.kernels.low_latency import Epilogue, LowLatency
 
 Run = Callable[[torch.Tensor, torch.Tensor], object]  # issues a collective from `x` to `out` to the current stream
 PAIRED = (2, 4, 8)  # the numbers of ranks for which torch has a two-shot kernel with a separate result
@@ -137,20 +137,20 @@ class SymmetricCollectives:
         return workspace(self.context.unrolled, self.memory, register)
 
     def low_latency(self, op: CollectiveOp) -> Run:
-        """Return a function that launches hostir's kernel for an all-reduce or a reduce-scatter."""
-        add_up, registers = self.summing_kernel(op), self.context.registers
-        self.context.launching(op, lambda: add_up(registers[op.x], registers[op.out]))
-        return add_up
+        """Return a function that launches hostir's kernel for a collective."""
+        kernel, registers = self.low_latency_kernel(op), self.context.registers
+        self.context.launching(op, lambda: kernel(registers[op.x], registers[op.out]))
+        return kernel
 
-    def summing_kernel(self, op: CollectiveOp, epilogue: Epilogue | None = None) -> LowLatencySum:
-        """Return hostir's kernel for an all-reduce or a reduce-scatter, and for the epilogue that follows it."""
-        from hostir.kernels.low_latency import LowLatencySum  # which needs Triton
+    def low_latency_kernel(self, op: CollectiveOp, epilogue: Epilogue | None = None) -> LowLatency:
+        """Return hostir's kernel for a collective, and for the epilogue that follows a sum."""
+        from hostir.kernels.low_latency import LowLatency  # which needs Triton
 
         unrolled, flat = self.context.unrolled, self.memory.flat
         dtype = torch_dtype(unrolled.dtypes[unrolled.layouts[op.x].buffer])
         slots = [flat[SLOTS, rank].view(dtype) for rank in op.team]
-        scatters, calls = op.communication == "reduce_scatter", self.memory.kept["calls"]
-        return LowLatencySum(self.context.device, unrolled.rank, slots, calls, scatters, epilogue)
+        calls = self.memory.kept["calls"]
+        return LowLatency(self.context.device, unrolled.rank, slots, calls, op.communication, epilogue)
 
     def in_one_kernel(self, normed: NormedSum) -> bool:
         """Return True if one kernel carries out a sum and what follows it: Triton would compute that in any case."""
@@ -162,7 +162,7 @@ class SymmetricCollectives:
 
         registers, quantize, x = self.context.registers, normed.quantize, normed.collective.x
         fp8 = "" if quantize is None else quantize.options["dtype"]
-        kernel = self.summing_kernel(normed.collective, Epilogue(normed.norm.options["eps"], fp8))
+        kernel = self.low_latency_kernel(normed.collective, Epilogue(normed.norm.options["eps"], fp8))
         out, *results = normed.stored
         rows = normed.residual, normed.weight, *results, *[NONE] * (4 - len(results))
         return self.context.launching(

@@ -1,4 +1,4 @@
-"""The kernel that sums tensors of all ranks in one exchange, for one rank; the test plays the other ranks."""
+"""The kernel that sums or gathers tensors of all ranks in one exchange, on one rank; the test plays the other ranks."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from hostir.kernels.low_latency import (
     NO_ROWS,
     PROGRAMS,
     Epilogue,
-    LowLatencySum,
+    LowLatency,
     RowTensors,
 )
 from tests.kernels.checking import multiprocessors
 
 CPU = torch.device("cpu")
+SUMS = "allreduce", "reduce_scatter"
 
 
 class Ranks:
@@ -34,13 +35,13 @@ class Ranks:
         dtype: torch.dtype,
         room: int,
         *,
-        scatters: bool,
+        collective: str,
         epilogue: Epilogue | None = None,
     ) -> None:
-        self.ranks, self.rank, self.room, self.scatters = ranks, rank, room, scatters
+        self.ranks, self.rank, self.room, self.collective = ranks, rank, room, collective
         self.slots = [torch.zeros(2 * ranks * room, dtype=dtype) for _ in range(ranks)]
         self.calls = torch.zeros(PROGRAMS, dtype=torch.int32)
-        self.kernel = LowLatencySum(CPU, rank, self.slots, self.calls, scatters, epilogue)
+        self.kernel = LowLatency(CPU, rank, self.slots, self.calls, collective, epilogue)
 
     def slot(self, at: int, source: int, call: int) -> torch.Tensor:
         """Return the slot of a source in the memory of rank `at`, as integers."""
@@ -48,7 +49,7 @@ class Ranks:
         return bits.view(2, self.ranks, self.room)[call % 2, source]
 
     def part(self, x: torch.Tensor, rank: int) -> torch.Tensor:
-        return x.view(self.ranks, -1)[rank] if self.scatters else x
+        return x.view(self.ranks, -1)[rank] if self.collective == "reduce_scatter" else x
 
     def call(
         self, number: int, summands: list[torch.Tensor], out: torch.Tensor | None, rows: RowTensors = NO_ROWS
@@ -84,40 +85,66 @@ def expected(summands: list[torch.Tensor]) -> torch.Tensor:
     return total.to(summands[0].dtype)
 
 
-@pytest.mark.parametrize("scatters", [False, True])
+@pytest.mark.parametrize("collective", SUMS)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_a_rank_gets_the_sums_of_all_ranks_and_empties_its_slots(
-    ranks: int, dtype: torch.dtype, scatters: bool
+    ranks: int, dtype: torch.dtype, collective: str
 ) -> None:
     random = Random()
     rank, room = random.randrange(ranks), 64 * 40
-    job = Ranks(ranks, rank, dtype, room, scatters=scatters)
+    job = Ranks(ranks, rank, dtype, room, collective=collective)
     for number in range(4):
         size = random.choice([8, 64, 8 * random.randrange(1, room // 8), room])
-        summands = [torch.randn(size * (ranks if scatters else 1)).to(dtype) for _ in range(ranks)]
+        summands = [
+            torch.randn(size * (ranks if collective == "reduce_scatter" else 1)).to(dtype) for _ in range(ranks)
+        ]
         out = torch.full((size,), float("nan"), dtype=dtype)
         wanted = expected([job.part(x, rank) for x in summands])
         job.call(number, summands, out)
         assert torch.equal(out, wanted)
 
 
-@pytest.mark.parametrize("scatters", [False, True])
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_rank_gets_the_parts_of_all_ranks_in_their_order(ranks: int, dtype: torch.dtype) -> None:
+    random = Random()
+    rank, room = random.randrange(ranks), 64 * 40
+    job = Ranks(ranks, rank, dtype, room, collective="allgather")
+    for number in range(4):
+        size = random.choice([8, 64, 8 * random.randrange(1, room // 8), room])
+        parts = [torch.randn(size).to(dtype) for _ in range(ranks)]
+        out = torch.full((ranks * size,), float("nan"), dtype=dtype)
+        job.call(number, parts, out)
+        assert torch.equal(out, torch.cat(parts))
+
+
+def test_a_part_may_already_lie_in_its_place() -> None:
+    job = Ranks(2, 1, torch.bfloat16, 1024, collective="allgather")
+    parts, out = [torch.randn(1024).bfloat16() for _ in range(2)], torch.full((2048,), float("nan")).bfloat16()
+    wanted = torch.cat(parts)
+    out[1024:] = parts[1]
+    job.call(0, [parts[0], out[1024:]], out)
+    assert torch.equal(out, wanted)
+
+
+@pytest.mark.parametrize("collective", [*SUMS, "allgather"])
 @pytest.mark.parametrize("blocks", [IN_FLIGHT, IN_FLIGHT + 1, 3 * IN_FLIGHT + 1])
-def test_a_program_of_several_blocks_sends_all_of_them_and_receives_all_of_them(blocks: int, scatters: bool) -> None:
+def test_a_program_of_several_blocks_sends_all_of_them_and_receives_all_of_them(blocks: int, collective: str) -> None:
     size = BLOCKS[1] // 2 * (2 * blocks - 1)  # of two programs, one has a block less
-    job = Ranks(3, 1, torch.bfloat16, size, scatters=scatters)
+    job = Ranks(3, 1, torch.bfloat16, size, collective=collective)
     for number in range(3):
-        summands = [torch.randn(size * (3 if scatters else 1)).bfloat16() for _ in range(3)]
-        out = torch.full((size,), float("nan")).bfloat16()
-        wanted = expected([job.part(x, 1) for x in summands])
+        data = [torch.randn(size * (3 if collective == "reduce_scatter" else 1)).bfloat16() for _ in range(3)]
+        gathers = collective == "allgather"
+        out = torch.full((size * (3 if gathers else 1),), float("nan")).bfloat16()
+        wanted = torch.cat(data) if gathers else expected([job.part(x, 1) for x in data])
         with multiprocessors(2):
-            job.call(number, summands, out)
+            job.call(number, data, out)
         assert torch.equal(out, wanted)
 
 
 def test_the_sum_may_take_the_place_of_the_summands() -> None:
-    job = Ranks(2, 1, torch.bfloat16, 1024, scatters=False)
+    job = Ranks(2, 1, torch.bfloat16, 1024, collective="allreduce")
     summands = [torch.randn(1024).bfloat16() for _ in range(2)]
     wanted = expected(summands)
     job.call(0, summands, summands[1])
@@ -131,7 +158,7 @@ def test_every_bit_pattern_arrives_but_the_nan_of_only_ones_as_another_nan(dtype
     if dtype == torch.float32:
         patterns = torch.cat([patterns, patterns << 16])
     x = patterns.view(dtype).clone()
-    job = Ranks(2, 0, dtype, x.numel(), scatters=False)
+    job = Ranks(2, 0, dtype, x.numel(), collective="allreduce")
     ones = patterns == -1
     assert ones.any()
     assert x[ones].isnan().all()
@@ -145,8 +172,19 @@ def test_every_bit_pattern_arrives_but_the_nan_of_only_ones_as_another_nan(dtype
     assert (sent != -1).all()
 
 
+def test_a_gathered_part_keeps_all_bits_but_those_of_the_nan_of_only_ones() -> None:
+    patterns = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
+    job = Ranks(2, 1, torch.float16, patterns.numel(), collective="allgather")
+    out = torch.zeros(2 * patterns.numel(), dtype=torch.float16)
+    sent = torch.where(patterns == -1, 0x7FFF, patterns)  # as the peer's kernel would send it
+    job.slot(1, 0, 0)[:] = ~sent
+    job.kernel(patterns.view(torch.float16), out)
+    assert torch.equal(_bits(out), torch.cat([sent, sent])), "all ranks have the same bits"
+    assert torch.equal(~job.slot(0, 1, 0), sent)
+
+
 def test_addresses_that_are_no_multiples_of_16_bytes_are_served() -> None:
-    job = Ranks(2, 0, torch.float16, 512, scatters=False)
+    job = Ranks(2, 0, torch.float16, 512, collective="allreduce")
     buffer = torch.randn(513).half()
     summands, out = [buffer[1:], torch.randn(512).half()], torch.empty(513).half()[1:]
     wanted = expected(summands)
@@ -155,7 +193,7 @@ def test_addresses_that_are_no_multiples_of_16_bytes_are_served() -> None:
 
 
 def test_an_empty_sum_is_no_call() -> None:
-    job = Ranks(2, 0, torch.float32, 64, scatters=False)
+    job = Ranks(2, 0, torch.float32, 64, collective="allreduce")
     job.kernel(torch.empty(0), torch.empty(0))
     assert not job.calls.any()
 
@@ -182,17 +220,20 @@ def steps(x: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("fp8", ["", "f8e4m3", "f8e5m2"])
-@pytest.mark.parametrize("scatters", [False, True])
+@pytest.mark.parametrize("collective", SUMS)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_residual_norm_and_quantization_follow_the_sum_as_in_separate_kernels(
-    ranks: int, dtype: torch.dtype, scatters: bool, fp8: str
+    ranks: int, dtype: torch.dtype, collective: str, fp8: str
 ) -> None:
     random = Random()
     rank, room, epilogue = random.randrange(ranks), 64 * 40, Epilogue(1e-5, fp8)
-    job = Ranks(ranks, rank, dtype, room, scatters=scatters, epilogue=epilogue)
+    job = Ranks(ranks, rank, dtype, room, collective=collective, epilogue=epilogue)
     for number, (rows, columns) in enumerate([(8, 33), (1, 64), (16, 7), (5, 136)]):
-        summands = [torch.randn(rows * (ranks if scatters else 1), columns).to(dtype) for _ in range(ranks)]
+        summands = [
+            torch.randn(rows * (ranks if collective == "reduce_scatter" else 1), columns).to(dtype)
+            for _ in range(ranks)
+        ]
         residual = torch.randn(rows, columns).to(dtype)
         weight = torch.randn(columns).to(dtype) if random.random() < 0.5 else None
         total = expected([job.part(x, rank) for x in summands]).view(rows, columns)
@@ -215,7 +256,7 @@ def test_residual_norm_and_quantization_follow_the_sum_as_in_separate_kernels(
 
 
 def test_results_may_take_the_place_of_the_residual_and_of_the_summands() -> None:
-    job = Ranks(2, 1, torch.bfloat16, 1024, scatters=False, epilogue=Epilogue(1e-6))
+    job = Ranks(2, 1, torch.bfloat16, 1024, collective="allreduce", epilogue=Epilogue(1e-6))
     summands, residual = [torch.randn(8, 128).bfloat16() for _ in range(2)], torch.randn(8, 128).bfloat16()
     added, normed, _, _ = separately(expected(summands), residual, None, Epilogue(1e-6))
     job.call(0, summands, None, RowTensors(residual, None, residual, summands[1], None, None))
@@ -224,7 +265,7 @@ def test_results_may_take_the_place_of_the_residual_and_of_the_summands() -> Non
 
 
 def test_a_row_with_nan_or_infinity_has_the_scale_and_the_elements_of_separate_kernels() -> None:
-    job = Ranks(2, 0, torch.float32, 1024, scatters=False, epilogue=Epilogue(0.0, "f8e4m3"))
+    job = Ranks(2, 0, torch.float32, 1024, collective="allreduce", epilogue=Epilogue(0.0, "f8e4m3"))
     summands, residual = [torch.zeros(4, 64) for _ in range(2)], torch.randn(4, 64)
     summands[0][0, 3], summands[1][1, 5], residual[2] = float("nan"), float("inf"), 0.0
     _, _, scales, quantized = separately(expected(summands), residual, None, Epilogue(0.0, "f8e4m3"))
@@ -235,7 +276,7 @@ def test_a_row_with_nan_or_infinity_has_the_scale_and_the_elements_of_separate_k
 
 
 def test_a_kernel_is_compiled_for_the_alignment_of_each_tensor() -> None:
-    job = Ranks(2, 0, torch.float16, 512, scatters=False)
+    job = Ranks(2, 0, torch.float16, 512, collective="allreduce")
     buffer, dense = torch.randn(520).half(), torch.randn(512).half()
     for number, (x, out) in enumerate([(buffer[1:513], dense), (dense, buffer[1:513])]):
         summands = [x, torch.randn(512).half()]

@@ -124,7 +124,7 @@ class Kernels:
 
 
 class LowLatencyModel:
-    """Models hostir's kernel for sums: it sends to one peer after another, and takes each part once all of it came.
+    """Models hostir's kernel: it sends to one peer after another, and takes each part once all of it came.
 
     It computes an epilogue at the end, from the values that its inputs have then. Three things can be left out: calls
     use the halves of the slots in turn, a rank waits for each part, and it empties the slots.
@@ -139,18 +139,19 @@ class LowLatencyModel:
         rank: int,
         slots: list[torch.Tensor],
         calls: torch.Tensor,
-        scatters: bool,
+        collective: str,
         epilogue: Epilogue | None = None,
     ) -> None:
         ranks, self.epilogue = len(slots), epilogue
-        self.rank, self.calls, self.scatters = rank, calls, scatters
+        self.rank, self.calls, self.collective = rank, calls, collective
         self.slots = [x[: x.numel() // (2 * ranks) * 2 * ranks].view(torch.int32).view(2, ranks, -1) for x in slots]
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None, rows: RowTensors = NO_ROWS) -> None:
         result = out if rows.residual is None else rows.residual
         assert result is not None
-        gpu, ranks, size = Gpus.here.current, range(len(self.slots)), result.numel()
-        parts = [x.view(-1)[rank * size :] if self.scatters else x.view(-1) for rank in ranks]
+        scatters, gathers = self.collective == "reduce_scatter", self.collective == "allgather"
+        gpu, ranks, size = Gpus.here.current, range(len(self.slots)), x.numel() if gathers else result.numel()
+        parts = [x.view(-1)[rank * size :] if scatters else x.view(-1) for rank in ranks]
         taken: dict[int, torch.Tensor] = {}
 
         def slot(at: int, source: int) -> torch.Tensor:
@@ -165,10 +166,10 @@ class LowLatencyModel:
             if self.empties:
                 slot(self.rank, peer).zero_()
 
-        def add_up() -> None:
+        def finish() -> None:
             taken[self.rank] = parts[self.rank][:size]
-            total = sum(taken[rank] for rank in ranks)
-            assert isinstance(total, torch.Tensor)
+            in_order = [taken[rank] for rank in ranks]
+            total = torch.cat(in_order) if gathers else sum(in_order, torch.zeros(()))
             if self.epilogue is not None:
                 self.finish(total.view(result.shape), rows)
             if out is not None:
@@ -180,7 +181,7 @@ class LowLatencyModel:
             gpu.add(partial(send, peer))
         for peer in others:
             gpu.add(partial(take, peer), lambda peer=peer: not self.waits or bool(slot(self.rank, peer).all()))
-        gpu.add(add_up)
+        gpu.add(finish)
 
     def finish(self, total: torch.Tensor, rows: RowTensors) -> None:
         assert self.epilogue is not None
@@ -199,7 +200,7 @@ class LowLatencyModel:
 @pytest.fixture(autouse=True)
 def torchs_kernels(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace torch's operators and copies, and hostir's kernel, by the models."""
-    monkeypatch.setattr(low_latency, "LowLatencySum", LowLatencyModel)
+    monkeypatch.setattr(low_latency, "LowLatency", LowLatencyModel)
     monkeypatch.setattr(LowLatencyModel, "epilogues", 0)
     monkeypatch.setattr(SymmetricCollectives, "in_one_kernel", lambda self, normed: True)
     original = SymmetricCollectives.__init__
@@ -227,9 +228,9 @@ def reduced(by: str, ranks: int) -> Program:
     return program(ranks, body, "f32[6, 8] partial(didx)", "f32[6, 8]")
 
 
-def gathered(ranks: int, dtype: str = "f32") -> Program:
-    body = f"%y: {dtype}[{ranks}, 3] = allocate\n%h = allgather %x -> %y over didx by copy_engine\nwait %h"
-    return program(ranks, body, f"{dtype}[{ranks}@didx, 3]", f"{dtype}[{ranks}, 3]")
+def gathered(ranks: int, dtype: str = "f32", by: str = "copy_engine", columns: int = 3) -> Program:
+    body = f"%y: {dtype}[{ranks}, {columns}] = allocate\n%h = allgather %x -> %y over didx by {by}\nwait %h"
+    return program(ranks, body, f"{dtype}[{ranks}@didx, {columns}]", f"{dtype}[{ranks}, {columns}]")
 
 
 def scattered(ranks: int, by: str = "one_shot") -> Program:
@@ -275,6 +276,7 @@ program @p(%x: f32[2@didx, 3]) -> (%y) {
     [
         *(reduced(by, ranks) for by in ("low_latency", "one_shot", "two_shot") for ranks in (2, 3, 4)),
         *(gathered(ranks) for ranks in (2, 3, 4)),
+        *(gathered(ranks, by="low_latency", columns=8) for ranks in (2, 3, 4)),
         *(scattered(ranks) for ranks in (2, 4)),
         *(scattered(ranks, "low_latency") for ranks in (2, 3, 4)),
     ],
@@ -288,15 +290,17 @@ def test_calls_that_follow_each_other_at_once_are_right_in_every_order(
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("gathers", [False, True])
 @pytest.mark.parametrize(("part", "value"), [("halves", 1), ("waits", False), ("empties", False)])
 def test_no_part_of_the_low_latency_protocol_can_be_left_out(
-    part: str, value: int, ranks: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+    part: str, value: int, gathers: bool, ranks: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LowLatencyModel, part, value)
+    text = gathered(ranks, by="low_latency", columns=8) if gathers else reduced("low_latency", ranks)
 
     def run_until_it_fails() -> None:
         for seed in range(40):
-            check_calls(reduced("low_latency", ranks), gpus, seed, monkeypatch, calls=4)
+            check_calls(text, gpus, seed, monkeypatch, calls=4)
 
     with pytest.raises(AssertionError):
         run_until_it_fails()
@@ -315,6 +319,7 @@ def test_a_thousand_sums_have_the_bits_of_a_sum_in_the_order_of_ranks(
     assert all(torch.equal(out, wanted[n]) for (n, _), out in outs.items())
 
 
+GATHERED_SOON = gathered(3, by="low_latency", columns=8)
 BESIDE = """%y: f32[2, 3] = allocate
 %z: f32[2@didx, 3] = allocate
 %h = allgather %x -> %y over didx by copy_engine
@@ -420,6 +425,7 @@ def test_both_barriers_of_a_gather_are_needed(kept: int, gpus: Gpus, monkeypatch
         (gathered(2), True),
         (scattered(2), True),
         (scattered(2, "low_latency"), False),  # it uses slots
+        (gathered(2, by="low_latency", columns=8), False),
         (reduced("one_shot", 2), False),  # the kernel copies the operand itself
         (reduced("two_shot", 2), False),  # the kernel stores parts of the result in the workspace
         (program(2, GATHERED_TWICE, "f32[2@didx, 3]", "f32[2, 3]"), False),
@@ -484,15 +490,19 @@ wait %g"""
     assert plan.memory.offers[0].buffers[0].place == WORKSPACE, "torch's operators need one offset on all ranks"
 
 
-def test_the_slots_have_room_for_the_largest_sum_twice_for_each_rank(
+def test_the_slots_have_room_for_the_largest_piece_twice_for_each_rank(
     gpus: Gpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     body = """%s: f32[2@didx, 64] = allocate
 %h = reduce_scatter %x -> %s over didx by low_latency
 wait %h
+%z: f32[2, 64] = allocate
+%f = allgather %s -> %z over didx by low_latency
+wait %f
 %y: f32[2, 64] = allocate
 %g = allgather %s -> %y over didx by copy_engine
-wait %g"""
+wait %g
+add %z, %y -> %y"""
     text = program(2, body, "f32[2, 64] partial(didx)", "f32[2, 64]")
     for seed in range(8):
         check_calls(text, gpus, seed, monkeypatch)
@@ -729,7 +739,9 @@ def test_a_collective_starts_after_earlier_collectives_of_nccl(
 
 
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("text", [slices(), reduced("two_shot", 3), reduced("low_latency", 3), gathered(2)])
+@pytest.mark.parametrize(
+    "text", [slices(), reduced("two_shot", 3), reduced("low_latency", 3), gathered(2), GATHERED_SOON]
+)
 def test_kernels_that_wait_for_a_lost_call_end_and_later_calls_are_right(
     text: Program, seed: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch, impatient: None
 ) -> None:
@@ -817,6 +829,10 @@ wait %h
 add %y, %r -> %t
 %n: f32[2, 8] = allocate
 rms_norm %t eps 1e-05 times %w -> %n"""
+GATHERED_ROWS = """%z: f32[2@didx, 8] = allocate
+%g = reduce_scatter %x -> %z over didx by low_latency
+wait %g
+%h = allgather %z -> %y"""
 QUANTIZED = """
 %s: f32[2, 1] = allocate
 row_scales %n to f8e4m3 -> %s
@@ -844,6 +860,7 @@ quantize %n by %s to f8e4m3 -> %q"""
         ("wait %h\n%t: f32[2, 8] = allocate\n", "%t: f32[2, 8] = allocate\nrelu %r -> %t\nwait %h\n", 0),
         (" by low_latency", "", 0),
         (" by low_latency", " by two_shot", 0),
+        ("%h = allreduce %x -> %y", GATHERED_ROWS, 0),
         ("%t: f32[2, 8] = allocate", "%t: f32[2, 8] = allocate_symmetric", 0),
     ],
 )
