@@ -56,6 +56,8 @@ OTHER_TRITON = {"d3a5b2e", "af38f7b"}  # commits with another Triton matmul than
 OTHER_END = {"d3a5b2e", "af38f7b", "226164b", "15c147f", "1fb15c2", "057973d3", "d1483788"}
 # Commits in which `low_latency` sent no blocks ahead, with its rate.
 OTHER_SENDING = {*OTHER_END, "52d9d640"}, 300.0
+# Commits in which NCCL ran the all-gather of an MLP whose sum `low_latency` ran.
+OTHER_GATHER = {"057973d3", "fde32ba8"}
 Result = dict[str, Any]
 Fused = hi.Fusion | hi.Program
 
@@ -185,6 +187,8 @@ def rows_of(data: Mapping[str, Any]) -> Iterator[Result]:
             continue
         old = environment.get("commit") in OTHER_TRITON
         times = {n: time for n, time in row["times"].items() if not (old and n.endswith("triton"))}
+        if environment.get("commit") in OTHER_GATHER and row.get("kind") == "mlp":
+            times = {n: time for n, time in times.items() if "by low_latency" not in n}
         yield {"kind": "allgather", "dtype": "bf16", "ranks": environment.get("gpus"), **row, "times": times}
 
 
