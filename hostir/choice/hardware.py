@@ -5,11 +5,11 @@ fitted together to the times of all candidates on 2 GPUs in benchmarks/results, 
 the number of estimates for CUDA graphs that are off by more than 10 %, and the regret of the choice. Constants about
 which the times say little stay near their starting values. Tables on 4 and 8 GPUs, and old ones, count half.
 
-93 % of the estimates for the tables in benchmarks/results/2xH100 and 2xH200 are within 10 % of the time. Two of these
-tables were recorded after the fit, mostly of rows that had been measured before on other days: of all-gathers with
-matmuls, 94 % of the estimates are within 10 %, and of collectives alone 86 %. A fit that sees only the tables in these
-two folders predicts 88 % of the times in the older tables. Two tables of H200 for the same rows, made on different
-days, agree within 10 % in 97 % of the times. On 8 ranks, sums were only emulated: see tests/choice/test_recorded.py.
+92 % of the estimates for the tables in benchmarks/results/2xH100 and 2xH200 are within 10 % of the time. Those in
+2xH200 were recorded after the fit, mostly of rows that had been measured before on other days: 91 % are within 10 %.
+A fit that sees only the tables in these two folders predicts 88 % of the times in the older tables. Two tables of H200
+for the same rows, made on different days, agree within 10 % in 97 % of the times. All-gathers by `low_latency` were not
+measured; their rate is that of sums. On 8 ranks, sums were only emulated: see tests/choice/test_recorded.py.
 `python -m benchmarks.regret` prints the shares of each table, and the time that is lost if the choice follows the
 estimates.
 
@@ -78,7 +78,7 @@ class Hardware:
         behind: the time by which a collective takes longer if a matmul is the last task that it waits for.
         rates: the rate of each collective, counting the bytes that leave a rank and half of the bytes that it keeps.
         during_computation: the share of the rate of each collective that is left while a computation runs.
-        sending: the rate at which hostir's kernel `low_latency` sends to peers, and sums or stores.
+        sending: the rate at which the kernel `low_latency` sends to peers, while it adds up or stores what arrives.
         copy: the fixed time of a copy by a copy engine.
         waited: the time by which such a copy takes longer if its stream waits for a flag or for another stream.
         link: the rate of copies to a peer.

@@ -56,7 +56,7 @@ def elements(*values: Value) -> tuple[Shape, ...]:
 
 
 BY = "<? by {by}?>"  # the clause of host programs that names an implementation
-UNIT = 16  # bytes: the kernels for symmetric memory sum vectors of this size
+UNIT = 16  # bytes: the kernels for symmetric memory take vectors of this size
 BY_NCCL = "leave out 'by': NCCL runs the collective without this limit"
 LOW_LATENCY, ONE_SHOT, TWO_SHOT, COPY_ENGINE = "low_latency", "one_shot", "two_shot", "copy_engine"
 WORKSPACE, SLOTS = "(workspace)", "(slots)"  # names of the symmetric buffers of implementations
@@ -267,10 +267,10 @@ def check_team(s: Statement, ranks: int) -> None:
 class AllGather(Implemented):
     """All-gather: every rank gets the parts of all ranks, in the order of the ranks.
 
-    With `by low_latency`, a kernel of hostir sends this rank's part to all peers on CUDA, and no flags are needed: see
-    `hostir.kernels.low_latency`. It needs bf16, f16 or f32, and a multiple of 16 bytes on each rank. A NaN may arrive
-    with other bits. With `by copy_engine`, copy engines copy the parts of peers, between two barriers. SMs only run the
-    barriers and copies within the GPU.
+    On CUDA, `by low_latency` is a kernel of hostir that sends this rank's part to all peers, and no flags are needed:
+    see `hostir.kernels.low_latency`. It needs bf16, f16 or f32, and a multiple of 16 bytes on each rank. The NaN whose
+    bits are all ones arrives as another NaN. With `by copy_engine`, copy engines copy the parts of peers, between two
+    barriers. SMs only run the barriers and copies within the GPU.
 
     Both need the symmetric memory of all ranks of the program. So the ranks are on one host, and the team is all ranks.
 

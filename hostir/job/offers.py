@@ -22,7 +22,7 @@ BARRIERS = ""
 
 
 # The buffers of collectives that name an implementation: into the workspace they copy their operands, and slots are for
-# the summands of peers. Empty slots are zero.
+# what peers send. Empty slots are zero.
 WORKSPACE: tuple[str, tuple[int, ...]] = (comm_ops.WORKSPACE, ())
 SLOTS: tuple[str, tuple[int, ...]] = (comm_ops.SLOTS, ())
 

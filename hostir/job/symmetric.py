@@ -237,7 +237,7 @@ class SharedMemory:
         Args:
             rank: the rank whose buffers are overwritten.
             page: a uint8 tensor in pinned memory.
-            slots: True to overwrite only the slots of sums.
+            slots: True to overwrite only the slots.
         """
         for (place, owner), buffer in self.flat.items():
             if owner == rank and (place, owner) not in self.flags and (place == SLOTS) == slots:

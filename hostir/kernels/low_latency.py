@@ -46,7 +46,7 @@ VECTOR = 16  # bytes that a thread moves at a time
 BLOCKS = 512, 16 << 10  # the least and the most bytes of a block
 MAX_ELEMENTS = (1 << 31) - (1 << 22)  # of a slot: a step of all programs beyond its end must fit into 32 bits
 MAX_WARPS, LONGEST = 16, 8192  # a longer row gets twice the warps, so that registers hold it
-# How many blocks a program sends ahead of the one that it sums up. Without an epilogue, the largest blocks of all
+# How many blocks a program sends ahead of the one that it receives. Without an epilogue, the largest blocks of all
 # programs together are 2 MiB, which take about 5 us to a peer.
 IN_FLIGHT = 2
 _IN_FLIGHT = tl.constexpr(IN_FLIGHT)
@@ -241,8 +241,8 @@ class LowLatency:
     """A kernel that sums or gathers tensors of all ranks. A call of the object launches the kernel.
 
     All ranks call it in the same order, and each rank on one stream, or on streams that follow each other. The kernel
-    waits for the peers without a timeout. If its slots are overwritten with 16-bit integers -32768, it ends, and what
-    it computes from them is NaN.
+    waits for the peers without a timeout. If its slots are overwritten with 16-bit integers -32768, it ends, and it
+    receives only NaN.
 
     Sums are computed in float32, in the order of the ranks, and rounded once. So all ranks get the same bits. Ranks may
     call kernels with different epilogues, if all programs of each kernel fit on its GPU at once.
@@ -267,6 +267,8 @@ class LowLatency:
         collective: str,
         epilogue: Epilogue | None = None,
     ) -> None:
+        assert collective in ("allreduce", "reduce_scatter", "allgather")
+        assert epilogue is None or collective != "allgather"
         self.device, self.rank, self.slots, self.calls, self.collective = device, rank, slots, calls, collective
         self.epilogue = epilogue
         self.room = slots[0].numel() * slots[0].element_size() // (2 * len(slots)) // VECTOR
@@ -311,7 +313,7 @@ class LowLatency:
         """
         width, size, columns = sent.element_size(), sent.numel(), sent.shape[-1]
         if size > MAX_ELEMENTS:
-            raise ValueError(f"low_latency sends at most {MAX_ELEMENTS} elements to a rank, and these are {size}")
+            raise ValueError(f"low_latency sends at most {MAX_ELEMENTS} elements to a rank, not {size}")
         sms, most, unit, eps, limit = min(PROGRAMS, limits(self.device).sms), MAX_WARPS, VECTOR // width, 0.0, 0.0
         if self.epilogue is None:
             bytes = triton.next_power_of_2(-(-size * width // sms))

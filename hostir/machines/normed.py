@@ -101,8 +101,8 @@ def _chain(unrolled: UnrolledProgram, collective: Op, following: Sequence[Op]) -
     """
     kinds = [op.computation if isinstance(op, ComputeOp) else "" for op in following]
     assert isinstance(collective, CollectiveOp)
-    sums = collective.by == LOW_LATENCY and collective.communication != "allgather"
-    if not sums or kinds[:2] != ["add", "rms_norm"]:
+    is_sum = collective.by == LOW_LATENCY and collective.communication != "allgather"
+    if not is_sum or kinds[:2] != ["add", "rms_norm"]:
         return None
     count = 4 if kinds[2:] == ["row_scales", "quantize"] else 2
     chains = (NormedSum(unrolled, collective, *following[:n]) for n in (count, 2))  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ from hostir.choice.candidates import candidates_of
 from hostir.choice.choices import Candidate
 from hostir.choice.hardware import CPU, H200
 from hostir.choice.platforms import FOR_TESTING, Platform, reference
+from hostir.ir.comm_ops import Implemented
 from hostir.ir.program import shares_memory
 from hostir.lower import STRATEGIES
 from tests.choice.fusions import turned
@@ -66,6 +67,25 @@ def test_without_a_stream_axis_there_is_no_pipeline() -> None:
         "no tensor has a Stream axis to slice it along, so 'pipeline' does the same as 'sequential'",
         reasons(fusion, reference(H200, 2))["pipeline"],
     )
+
+
+SCALES_AND_SUM = """hostir 1
+mesh @mesh [didx] = 0 1
+fusion @f(%s: f32[2@didx, M, 1], %x: bf16[M, 64] partial(didx)) -> (%t, %y) {
+  %t: f32[2, M, 1] = reshard %s
+  %y: bf16[M, 64] = reshard %x
+}
+"""
+
+
+def test_a_gather_that_not_all_sizes_allow_does_not_keep_sums_from_an_implementation() -> None:
+    program = hi.lower(hi.parse(SCALES_AND_SUM), "sequential by low_latency")
+    by = {s.keyword(): s.by for s in program.walk() if isinstance(s, Implemented)}
+    assert by == {"allgather": "", "allreduce": "low_latency"}
+    assert not list(program.divisions)
+    alone = SCALES_AND_SUM.replace("  %y: bf16[M, 64] = reshard %x\n", "").replace("%t, %y", "%t")
+    (gather,) = [s for s in hi.lower(hi.parse(alone), "sequential by low_latency").walk() if isinstance(s, Implemented)]
+    assert gather.by == "low_latency", "rows of 4 bytes, if M is a multiple of 4"
 
 
 def test_the_reason_is_the_refusal_of_the_lowering() -> None:

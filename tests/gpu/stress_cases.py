@@ -81,13 +81,13 @@ class Config:
     def suits_strategy(self, ranks: int) -> bool:
         """Return True if its strategy can lower it.
 
-        `chain` scatters the rows of products, which may be in any number of pieces. A sum by low latency is over all
-        ranks, and its rows are multiples of 16 bytes.
+        `chain` scatters the rows of products, which may be in any number of pieces. A sum or an all-gather by low
+        latency is over all ranks, and its rows are multiples of 16 bytes.
         """
         if self.strategy == "chain":
             return self.scattered and bool(self.products) and all(m % 2 == 0 for m in self.rows)
-        widths = [product.columns for product in self.products] or [self.depth]
-        even = self.reduced and self.mesh == tuple(range(ranks)) and all(width % 8 == 0 for width in widths)
+        widths = [product.columns for product in self.products if self.reduced] or [self.depth]
+        even = self.mesh == tuple(range(ranks)) and all(width % 8 == 0 for width in widths)
         return even or self.strategy != LOW_LATENCY
 
     def shape(self, last: str, mark: str = "") -> str:

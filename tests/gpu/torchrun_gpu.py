@@ -61,10 +61,12 @@ fusion @sums(%x: bf16[M, 4096] partial(didx)) -> (%y) {{
   %y: bf16[M, 4096] = reshard %x
 }}
 """
-PARTS = f"""hostir 1
+SUMS_IN_PARTS = f"""hostir 1
 mesh @mesh [didx] = {RANKS}
-fusion @parts(%x: bf16[{SIZE}@didx, M, 4096]) -> (%y) {{
-  %y: bf16[{SIZE}, M, 4096] = reshard %x
+fusion @sums(%x: bf16[{SIZE}, M, 4096] partial(didx), %w: f32[M, 32] partial(didx)) -> (%y, %z) {{
+  %s: bf16[{SIZE}@didx, M, 4096] = reshard %x
+  %y: bf16[{SIZE}, M, 4096] = reshard %s
+  %z: f32[M, 32] = reshard %w
 }}
 """
 NAN = float("nan")
@@ -349,12 +351,20 @@ def modes_take_turns(strategy: str, kernels: str) -> bool:
     return good
 
 
-def thousand_calls(gathers: bool, calls: int = 1000) -> bool:
-    """Make collectives by two executors on two streams, with random delays. All bits must be right.
+def in_order(xs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sum in float32 in the order of the ranks, rounded once."""
+    total = xs[0].float()
+    for x in xs[1:]:
+        total = total + x.float()
+    return total.to(xs[0].dtype)
 
-    They are all-gathers, or all-reduces, which add up in the order of the ranks.
+
+def thousand_calls(in_parts: bool, calls: int = 1000) -> bool:
+    """Make all-reduces by two executors on two streams, with random delays: the bits are of a sum in rank order.
+
+    With `in_parts`, a reduce-scatter and an all-gather compute a sum, and an all-reduce another one in f32.
     """
-    program = hi.lower(hi.parse(PARTS if gathers else SUMS), "sequential by low_latency")
+    program = hi.lower(hi.parse(SUMS_IN_PARTS if in_parts else SUMS), "sequential by low_latency")
     executors, streams = (
         [Executor(program, kernels="triton") for _ in range(2)],
         [torch.cuda.Stream() for _ in range(2)],
@@ -365,21 +375,20 @@ def thousand_calls(gathers: bool, calls: int = 1000) -> bool:
         drawn, generator = random.Random(call), torch.Generator("cuda").manual_seed(call)  # the same on all ranks
         m = drawn.choice((1, 16, 64, 512))
         with torch.cuda.stream(drawn.choice(streams)):
-            xs = [torch.randn(m, 4096, generator=generator, device="cuda").bfloat16() for _ in range(SIZE)]
+            shapes = [(SIZE, m, 4096), (m, 32)] if in_parts else [(m, 4096)]
+            data = [[torch.randn(shape, generator=generator, device="cuda") for _ in range(SIZE)] for shape in shapes]
+            data[0] = [x.bfloat16() for x in data[0]]
             if random.random() < 0.2:
                 torch.cuda._sleep(random.randrange(5_000_000))  # up to 2.5 ms, different on each rank
-            (y,) = drawn.choice(executors)(xs[RANK][None] if gathers else xs[RANK])
-            total = xs[0].float()
-            for x in xs[1:]:
-                total = total + x.float()
-            wrong.append((y != (torch.stack(xs) if gathers else total.bfloat16())).any())
+            results = drawn.choice(executors)(*(xs[RANK] for xs in data))
+            wrong += [(y != in_order(xs)).any() for y, xs in zip(results, data, strict=True)]
     torch.cuda.synchronize()
     failed = sum(map(bool, wrong))
     good = everywhere(failed == 0)
     if failed:
         print(f"rank {RANK}: {failed} of {calls} results have other bits", flush=True)
     if RANK == 0:
-        kind = "all-gathers" if gathers else "all-reduces"
+        kind = "calls with sums in parts" if in_parts else "sums"
         print(f"{'ok    ' if good else 'FAILED'} {calls} {kind} by low_latency, with random delays", flush=True)
     return good
 
@@ -559,7 +568,7 @@ def main() -> None:
         results = [ran(case, kernels) for case in chosen for kernels in ("aten", "triton")]
         results += [sizes_take_turns() for _ in range(wanted.count("sizes") if wanted else 1)]
         if not wanted or "sums" in wanted:
-            results += [thousand_calls(gathers) for gathers in (False, True)]
+            results += [thousand_calls(in_parts) for in_parts in (False, True)]
         if not wanted or "layers" in wanted:
             results += [layers_share_memory(strategy) for strategy in ("ring", "fused", "push")]
         if not wanted or "decoder" in wanted:

@@ -592,6 +592,29 @@ def test_one_kernel_sums_and_normalizes_moves_16_bytes_at_a_time_and_spills_noth
     assert compiled.metadata.spilled == 0
 
 
+GATHERED = """hostir 1
+mesh @mesh [didx] = {mesh}
+fusion @gathered(%x: {dtype}[{ranks}@didx, {columns}]) -> (%y) {{
+  %y: {dtype}[{ranks}, {columns}] = reshard %x
+}}
+"""
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
+def test_the_kernel_of_a_gather_moves_16_bytes_at_a_time_and_spills_nothing(ranks, dtype):
+    mesh = " ".join(map(str, range(ranks)))
+    fusion = hi.parse(GATHERED.format(mesh=mesh, dtype=dtype, ranks=ranks, columns=1 << 20))
+    with hopper() as gpu:
+        gpu.plan(program := hi.lower(fusion, "sequential by low_latency"), 0, "auto", inputs_of(program, 0))
+    (kernel,) = gpu.kernels.values()
+    compiled = kernel.compiled()
+    for access in ("ld", "st"):
+        widths = set(re.findall(rf"{access}(?:\.volatile)?\.global(\S*)", compiled.asm["ptx"]))
+        assert widths == {".v4.b32", ".b32"}  # the second is the number of the call
+    assert compiled.metadata.spilled == 0
+
+
 def aligned_source(kernel, constants, pointers, varying=()):
     """Return the source of a kernel whose numbers, except `varying`, and addresses are multiples of 16."""
     names = kernel.arg_names

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hostir.ir.comm_ops import LOW_LATENCY
 from hostir.job.offers import SLOTS, WORKSPACE
 from hostir.job.symmetric import SharedMemory
 from hostir.kernels.aten import matmul, matmul_of_rows, takes_rows
@@ -375,7 +376,8 @@ class CudaBinder:
             if id(op) in self.implementations.normed:
                 self.in_one_kernel = True
                 return
-            self.engine_copies.update(self.context.unrolled.buffers[register] for register in (op.x, op.out))
+            if op.by != LOW_LATENCY:
+                self.engine_copies.update(self.context.unrolled.buffers[register] for register in (op.x, op.out))
             self.here(op, self.implementations.collective(op))
             return
         inline = op.handle in self.awaited_at_once

@@ -105,6 +105,23 @@ def test_a_rank_gets_the_sums_of_all_ranks_and_empties_its_slots(
         assert torch.equal(out, wanted)
 
 
+def test_collectives_of_all_kinds_and_sizes_take_turns_with_the_same_slots() -> None:
+    random = Random()
+    ranks, room = 3, 64 * 20
+    job = Ranks(ranks, 1, torch.bfloat16, room, collective="allreduce")
+    kernels = {kind: LowLatency(CPU, 1, job.slots, job.calls, kind) for kind in (*SUMS, "allgather")}
+    for number in range(12):
+        job.collective, job.kernel = random.choice(list(kernels.items()))
+        size, gathers = 8 * random.randrange(1, room // 8), job.collective == "allgather"
+        data = [
+            torch.randn(size * (ranks if job.collective == "reduce_scatter" else 1)).bfloat16() for _ in range(ranks)
+        ]
+        out = torch.full((size * (ranks if gathers else 1),), float("nan")).bfloat16()
+        wanted = torch.cat(data) if gathers else expected([job.part(x, 1) for x in data])
+        job.call(number, data, out)
+        assert torch.equal(out, wanted)
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_a_rank_gets_the_parts_of_all_ranks_in_their_order(ranks: int, dtype: torch.dtype) -> None:
@@ -117,15 +134,6 @@ def test_a_rank_gets_the_parts_of_all_ranks_in_their_order(ranks: int, dtype: to
         out = torch.full((ranks * size,), float("nan"), dtype=dtype)
         job.call(number, parts, out)
         assert torch.equal(out, torch.cat(parts))
-
-
-def test_a_part_may_already_lie_in_its_place() -> None:
-    job = Ranks(2, 1, torch.bfloat16, 1024, collective="allgather")
-    parts, out = [torch.randn(1024).bfloat16() for _ in range(2)], torch.full((2048,), float("nan")).bfloat16()
-    wanted = torch.cat(parts)
-    out[1024:] = parts[1]
-    job.call(0, [parts[0], out[1024:]], out)
-    assert torch.equal(out, wanted)
 
 
 @pytest.mark.parametrize("collective", [*SUMS, "allgather"])
@@ -172,13 +180,17 @@ def test_every_bit_pattern_arrives_but_the_nan_of_only_ones_as_another_nan(dtype
     assert (sent != -1).all()
 
 
-def test_a_gathered_part_keeps_all_bits_but_those_of_the_nan_of_only_ones() -> None:
-    patterns = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
-    job = Ranks(2, 1, torch.float16, patterns.numel(), collective="allgather")
-    out = torch.zeros(2 * patterns.numel(), dtype=torch.float16)
-    sent = torch.where(patterns == -1, 0x7FFF, patterns)  # as the peer's kernel would send it
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_gathered_part_keeps_all_bits_but_those_of_the_nan_of_only_ones(dtype: torch.dtype) -> None:
+    width = 8 * dtype.itemsize
+    low = torch.arange(1 << 16) | (0xFFFF << 16 if width == 32 else 0)
+    patterns = (low - (1 << width) * (low >> (width - 1))).to(BITS[dtype.itemsize])
+    job = Ranks(2, 1, dtype, patterns.numel(), collective="allgather")
+    out = torch.zeros(2 * patterns.numel(), dtype=dtype)
+    sent = torch.where(patterns == -1, (1 << (width - 1)) - 1, patterns)  # as the peer's kernel would send it
+    assert (sent != patterns).sum() == 1
     job.slot(1, 0, 0)[:] = ~sent
-    job.kernel(patterns.view(torch.float16), out)
+    job.kernel(patterns.view(dtype), out)
     assert torch.equal(_bits(out), torch.cat([sent, sent])), "all ranks have the same bits"
     assert torch.equal(~job.slot(0, 1, 0), sent)
 

@@ -517,7 +517,9 @@ def test_a_plan_for_new_sizes_takes_few_calls_of_functions(
     assert taken <= most * len(unrolled.ops), taken / len(unrolled.ops)
 
 
-@pytest.mark.parametrize(("strategy", "positions"), [("fused", [0]), ("ring", []), ("push", [])])
+@pytest.mark.parametrize(
+    ("strategy", "positions"), [("fused", [0]), ("ring", []), ("push", []), ("sequential by low_latency", [])]
+)
 def test_a_plan_knows_which_tensors_of_a_call_copy_engines_send_to_peers(
     strategy: str, positions: list[int], gpus: Gpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
