@@ -267,12 +267,11 @@ def check_team(s: Statement, ranks: int) -> None:
 class AllGather(Implemented):
     """All-gather: every rank gets the parts of all ranks, in the order of the ranks.
 
-    On CUDA, `by low_latency` is a kernel of hostir that sends this rank's part to all peers, and no flags are needed:
-    see `hostir.kernels.low_latency`. It needs bf16, f16 or f32, and a multiple of 16 bytes on each rank. The NaN whose
-    bits are all ones arrives as another NaN. With `by copy_engine`, copy engines copy the parts of peers, between two
-    barriers. SMs only run the barriers and copies within the GPU.
-
-    Both need the symmetric memory of all ranks of the program. So the ranks are on one host, and the team is all ranks.
+    On CUDA, `by low_latency` is a kernel of hostir that sends this rank's part to all peers, without flags: see
+    `hostir.kernels.low_latency`. It needs bf16, f16 or f32, and a multiple of 16 bytes on each rank. The NaN whose bits
+    are all ones arrives as another NaN. With `by copy_engine`, copy engines copy the parts of peers, between two
+    barriers. SMs only run the barriers and copies within the GPU. Both need the symmetric memory of all ranks of the
+    program. So the ranks are on one host, and the team is all ranks.
 
     Example: %h = allgather %x: f32[8@didx, 16, 32] -> %y: f32[8, 16, 32] over didx by low_latency
     """
