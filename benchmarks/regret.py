@@ -43,6 +43,9 @@ from hostir.choice.candidates import SEQUENTIAL
 from hostir.choice.cost import tasks_of
 from hostir.choice.hardware import Hardware, hardware_of
 from hostir.choice.simulation import GRAPH, estimates
+from hostir.ir.comm_ops import LOW_LATENCY, AllGather
+from hostir.ir.op import Statement
+from hostir.ir.program import rewrite
 from hostir.lower import STRATEGIES, lower
 from hostir.lower.strategies import BY, fusion_of
 
@@ -56,7 +59,7 @@ OTHER_TRITON = {"d3a5b2e", "af38f7b"}  # commits with another Triton matmul than
 OTHER_END = {"d3a5b2e", "af38f7b", "226164b", "15c147f", "1fb15c2", "057973d3", "d1483788"}
 # Commits in which `low_latency` sent no blocks ahead, with its rate.
 OTHER_SENDING = {*OTHER_END, "52d9d640"}, 300.0
-# Commits in which NCCL ran the all-gather of an MLP whose sum `low_latency` ran.
+# Commits in which `low_latency` ran no all-gathers: in an MLP, NCCL gathered and `low_latency` summed.
 OTHER_GATHER = {"057973d3", "fde32ba8"}
 Result = dict[str, Any]
 Fused = hi.Fusion | hi.Program
@@ -152,6 +155,15 @@ class Recorded:
     rows: Sequence[Regret]
 
 
+def gathered_by_nccl(program: hi.Program) -> hi.Program:
+    """Return a host program in which NCCL runs the all-gathers that it names `low_latency` for."""
+
+    def change(s: Statement) -> tuple[Statement, ...]:
+        return (replace(s, by="") if isinstance(s, AllGather) and s.by == LOW_LATENCY else s,)
+
+    return program.with_body(rewrite(program.body, change))
+
+
 def estimates_of(row: Result, hardware: Hardware) -> dict[str, dict[str, float]]:
     """Return the estimated microseconds of every measured candidate of a row, by mode."""
     by_name: dict[str, dict[str, float]] = {}
@@ -162,7 +174,8 @@ def estimates_of(row: Result, hardware: Hardware) -> dict[str, dict[str, float]]
         for strategy, streams in [*known, *((name, 1) for name in BY.values())]:
             names = {kernels: str(Variant(strategy, kernels, slices, streams)) for kernels in KERNELS}
             if measured := {kernels: name for kernels, name in names.items() if name in row["times"]}:
-                tasks = tasks_of(lower(fusion, strategy, streams), {})
+                program = lower(fusion, strategy, streams)
+                tasks = tasks_of(gathered_by_nccl(program) if row.get("by_nccl") else program, {})
                 for kernels, name in measured.items():
                     times = estimates(tasks, hardware, kernels)
                     by_name[name] = {mode: round(time, 1) for mode, time in times.items()}  # as a choice rounds them
@@ -187,9 +200,8 @@ def rows_of(data: Mapping[str, Any]) -> Iterator[Result]:
             continue
         old = environment.get("commit") in OTHER_TRITON
         times = {n: time for n, time in row["times"].items() if not (old and n.endswith("triton"))}
-        if environment.get("commit") in OTHER_GATHER and row.get("kind") == "mlp":
-            times = {n: time for n, time in times.items() if "by low_latency" not in n}
-        yield {"kind": "allgather", "dtype": "bf16", "ranks": environment.get("gpus"), **row, "times": times}
+        known = {"times": times, "by_nccl": environment.get("commit") in OTHER_GATHER}
+        yield {"kind": "allgather", "dtype": "bf16", "ranks": environment.get("gpus"), **row, **known}
 
 
 def regret_of(row: Result, hardware: Hardware) -> Regret | None:

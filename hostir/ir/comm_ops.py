@@ -207,7 +207,7 @@ class Implemented(Collective):
 
     @property
     def piece(self) -> TensorType:
-        """The type of what one rank sends to another. Kernels sum or move it in units of UNIT bytes."""
+        """The type of the tensor that one rank sends to another. Kernels sum or move it in units of UNIT bytes."""
         return self.x.tensor
 
     @property

@@ -21,8 +21,8 @@ from hostir.kernels.dtypes import TORCH
 BARRIERS = ""
 
 
-# The buffers of collectives that name an implementation: into the workspace they copy their operands, and slots are for
-# what peers send. Empty slots are zero.
+# The buffers of collectives that name an implementation: into the workspace they copy their operands, and slots
+# receive data from peers. Empty slots are zero.
 WORKSPACE: tuple[str, tuple[int, ...]] = (comm_ops.WORKSPACE, ())
 SLOTS: tuple[str, tuple[int, ...]] = (comm_ops.SLOTS, ())
 

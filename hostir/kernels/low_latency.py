@@ -123,7 +123,7 @@ def low_latency_kernel(
     quantized,
     slots,  # a tuple of pointers: the slots of each rank
     calls,  # [PROGRAMS] of int32, all equal: the number of calls so far
-    size,  # of what a rank sends to a peer, in UNIT elements
+    size,  # of the data that a rank sends to a peer, in UNIT elements
     room,  # vectors of VECTOR bytes in a slot
     length,  # of a row, in UNIT elements; unused without ROWS
     RANK: tl.constexpr,
@@ -251,11 +251,11 @@ class LowLatency:
         device: this rank's device.
         rank: this rank.
         slots: the memory for the slots of each rank, contiguous, of the dtype of the data, and zero at first. With R
-            ranks it holds 2 R slots of the same size, at least the size of what a rank sends to a peer. Each slot is a
-            multiple of 16 bytes.
+            ranks it holds 2 R slots of the same size. Each slot has room for the data that a rank sends to a peer, and
+            is a multiple of 16 bytes.
         calls: an int32 tensor of PROGRAMS zeros. All kernels that use these slots share it.
         collective: `allreduce`, `reduce_scatter` or `allgather`. Parts are in the order of the ranks.
-        epilogue: the computations after the sums; None if there are none.
+        epilogue: the computations after the sums; None if nothing follows them.
     """
 
     def __init__(
@@ -279,8 +279,8 @@ class LowLatency:
         """Launch the kernel on the current stream. Within `loading`, only load it. Without results, nothing is sent.
 
         `x` and `out` are contiguous. In an all-reduce they have the same size, and may be the same memory. In a
-        reduce-scatter, `x` has the size of all results; in an all-gather, `out` has the size of all parts. What a rank
-        sends to a peer is a multiple of 16 bytes. With an epilogue, `out` is None if the sums themselves are not
+        reduce-scatter, `x` has the size of all results; in an all-gather, `out` has the size of all parts. A rank sends
+        a multiple of 16 bytes to a peer. With an epilogue, `out` is None if the sums themselves are not
         wanted, and `rows` are the other tensors. A program holds a row in registers.
         """
         result = out if rows.residual is None else rows.residual
