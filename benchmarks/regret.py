@@ -175,7 +175,7 @@ def estimates_of(row: Result, hardware: Hardware) -> dict[str, dict[str, float]]
             names = {kernels: str(Variant(strategy, kernels, slices, streams)) for kernels in KERNELS}
             if measured := {kernels: name for kernels, name in names.items() if name in row["times"]}:
                 program = lower(fusion, strategy, streams)
-                tasks = tasks_of(gathered_by_nccl(program) if row.get("by_nccl") else program, {})
+                tasks = tasks_of(gathered_by_nccl(program) if row.get("gathers_by_nccl") else program, {})
                 for kernels, name in measured.items():
                     times = estimates(tasks, hardware, kernels)
                     by_name[name] = {mode: round(time, 1) for mode, time in times.items()}  # as a choice rounds them
@@ -200,7 +200,7 @@ def rows_of(data: Mapping[str, Any]) -> Iterator[Result]:
             continue
         old = environment.get("commit") in OTHER_TRITON
         times = {n: time for n, time in row["times"].items() if not (old and n.endswith("triton"))}
-        known = {"times": times, "by_nccl": environment.get("commit") in OTHER_GATHER}
+        known = {"times": times, "gathers_by_nccl": environment.get("commit") in OTHER_GATHER}
         yield {"kind": "allgather", "dtype": "bf16", "ranks": environment.get("gpus"), **row, **known}
 
 

@@ -54,7 +54,8 @@ class Sequential(Pass):
 def implemented(program: Program, by: str) -> Program:
     """Return the sequential program of a fusion, in which the implementation `by` runs all collectives that it can run.
 
-    Raise HostIRError if it can run none of them.
+    NCCL runs an all-gather that `low_latency` can run for some sizes only, if another collective fits all sizes. Raise
+    HostIRError if the implementation can run no collective.
     """
 
     def tried(s: Statement) -> Statement | HostIRError:
@@ -67,10 +68,8 @@ def implemented(program: Program, by: str) -> Program:
             changed.verify()
         except HostIRError as refusal:
             return refusal
-        # A gather of scales must not keep the sums of some numbers of rows from this implementation.
-        return s if sums and isinstance(s, AllGather) and not changed.units.is_integer else changed
+        return changed
 
-    sums = by == LOW_LATENCY and any(isinstance(s, AllReduce | ReduceScatter) for s in program.body)
     builder = Host(program)
     # An operand in a buffer of its own may be computed in symmetric memory.
     reduces = (s for s in program.body if isinstance(s, AllReduce))
@@ -81,9 +80,16 @@ def implemented(program: Program, by: str) -> Program:
     sequential = builder.finished()
     refusals = [refusal for s in sequential.walk() if isinstance(refusal := tried(s), HostIRError)]
 
+    possible = [s for s in map(tried, sequential.walk()) if isinstance(s, Implemented) and s.by == LOW_LATENCY]
+    some_for_all = any(s.units.is_integer for s in possible)
+
     def change(s: Statement) -> tuple[Statement, ...]:
         changed = tried(s)
-        return (s,) if isinstance(changed, HostIRError) else (changed,)
+        if isinstance(changed, HostIRError):
+            return (s,)
+        # A gather that fits only some sizes would limit the sizes of the whole program.
+        limits = some_for_all and isinstance(changed, AllGather) and not changed.units.is_integer
+        return (s,) if limits else (changed,)
 
     changed = sequential.with_body(rewrite(sequential.body, change))
     if changed == sequential:

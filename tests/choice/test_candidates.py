@@ -85,7 +85,10 @@ def test_a_gather_that_not_all_sizes_allow_does_not_keep_sums_from_an_implementa
     assert not list(program.divisions)
     alone = SCALES_AND_SUM.replace("  %y: bf16[M, 64] = reshard %x\n", "").replace("%t, %y", "%t")
     (gather,) = [s for s in hi.lower(hi.parse(alone), "sequential by low_latency").walk() if isinstance(s, Implemented)]
-    assert gather.by == "low_latency", "rows of 4 bytes, if M is a multiple of 4"
+    assert gather.by == "low_latency", "by itself it may need a multiple of 4 as M"
+    refused = SCALES_AND_SUM.replace("bf16[M, 64]", "bf16[3]")
+    by = {s.keyword(): s.by for s in hi.lower(hi.parse(refused), "sequential by low_latency").walk() if "by" in vars(s)}
+    assert by == {"allgather": "low_latency", "allreduce": ""}, "a sum that is refused limits nothing"
 
 
 def test_the_reason_is_the_refusal_of_the_lowering() -> None:
