@@ -19,7 +19,7 @@ from hostir.ir.op import BOTH, DefineIf, Name, Phase, Read, Shape, Statement, Va
 from hostir.ir.sharding import Mark, flat_marks, leads
 from hostir.ir.sizes import Division, Size, product
 from hostir.ir.source import did_you_mean
-from hostir.ir.types import Axis, Mesh, TensorType
+from hostir.ir.types import FP8, Axis, Mesh, TensorType
 
 if TYPE_CHECKING:
     from hostir.ir.machine import Frame
@@ -194,6 +194,7 @@ class Implemented(Collective):
     by: Name = field(default="", kw_only=True)
 
     implementations: ClassVar[tuple[str, ...]] = ()  # the values of `by`
+    low_latency_dtypes: ClassVar[tuple[str, ...]] = ("bf16", "f16", "f32")
 
     def exchange(self, rank: int) -> Exchange:
         return replace(super().exchange(rank), by=self.by)
@@ -241,7 +242,7 @@ class Implemented(Collective):
             raise self.fail(f"{phrase} over {self.over} of mesh {self.mesh}", expected=expected, hint=BY_NCCL)
         if self.by == COPY_ENGINE:
             return
-        dtypes = ("bf16", "f16", "f32") if self.by == LOW_LATENCY else ("bf16", "f32")
+        dtypes = self.low_latency_dtypes if self.by == LOW_LATENCY else ("bf16", "f32")
         if self.x.tensor.dtype.name not in dtypes:
             raise self.fail(f"{phrase} of {self.x.tensor.dtype}", expected=" or ".join(dtypes), hint=BY_NCCL)
         if not self.units.divisible_by(1):
@@ -268,16 +269,16 @@ class AllGather(Implemented):
     """All-gather: every rank gets the parts of all ranks, in the order of the ranks.
 
     On CUDA, `by low_latency` is a kernel of hostir that sends this rank's part to all peers, without flags: see
-    `hostir.kernels.low_latency`. It needs bf16, f16 or f32, and a multiple of 16 bytes on each rank. The NaN whose bits
-    are all ones arrives as another NaN. With `by copy_engine`, copy engines copy the parts of peers, between two
-    barriers. SMs only run the barriers and copies within the GPU. Both need the symmetric memory of all ranks of the
-    program. So the ranks are on one host, and the team is all ranks.
+    `hostir.kernels.low_latency`. It takes bf16, f16, f32 and fp8, and a multiple of 16 bytes from each rank. The NaN
+    whose bits are all ones arrives as another NaN. With `by copy_engine`, copy engines copy the parts of peers. SMs
+    only wait and copy within the GPU. Both use symmetric memory: the team is all ranks of the program, on one host.
 
     Example: %h = allgather %x: f32[8@didx, 16, 32] -> %y: f32[8, 16, 32] over didx by low_latency
     """
 
     syntax = "{handle} = allgather {x} -> {out} over {over}" + BY
     implementations = (LOW_LATENCY, COPY_ENGINE)
+    low_latency_dtypes = (*Implemented.low_latency_dtypes, *FP8)
     rule = "x with its outermost axis on {over}, and out the same without it"
 
     def fits(self, x: TensorType, out: TensorType) -> bool:

@@ -24,7 +24,7 @@ the order in which a norm adds up squares.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -40,7 +40,8 @@ from hostir.kernels.norm import reciprocal_rms
 from hostir.kernels.quantize import limited_quotient, magnitude, scale_of
 
 FLOATS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-BITS = {2: torch.int16, 4: torch.int32}  # integers, by the bytes of an element
+GATHERED = {**FLOATS, torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}  # fp8 is not summed
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # integers, by the bytes of an element
 PROGRAMS = 128  # the most programs, each on its own SM: they must run at the same time, because they wait for peers
 VECTOR = 16  # bytes that a thread moves at a time
 BLOCKS = 512, 16 << 10  # the least and the most bytes of a block
@@ -247,6 +248,8 @@ class LowLatency:
     Sums are computed in float32, in the order of the ranks, and rounded once. So all ranks get the same bits. Ranks may
     call kernels with different epilogues, if all programs of each kernel fit on its GPU at once.
 
+    It gathers numbers of all dtypes in GATHERED, and sums those of all dtypes in FLOATS.
+
     Args:
         device: this rank's device.
         rank: this rank.
@@ -298,7 +301,7 @@ class LowLatency:
             return
         if compiled is None:
             with launching(self.device):
-                low_latency_kernel[(programs,)](*map(_bits, tensors), *arguments, num_warps=1)
+                low_latency_kernel[(programs,)](*_in_one_axis(tensors), *arguments, num_warps=1)
             return
         bind_thread(self.device)
         addresses = [None if t is None else t.data_ptr() for t in tensors]
@@ -328,14 +331,14 @@ class LowLatency:
         warps = 1 if INTERPRETED else min(max(bytes // VECTOR // 32, 1), most)
         constants = (
             *(self.rank, len(self.slots), self.collective == "reduce_scatter", self.collective == "allgather"),
-            *(FLOATS[sent.dtype], self.epilogue is not None),
+            *(GATHERED[sent.dtype], self.epilogue is not None),
             *(unit, bytes // width, eps, limit, LEAST_SCALE, PROGRAMS),
         )
         numbers = size // unit, self.room, columns // unit
         slots: tuple[object, ...] = tuple(map(_bits, self.slots))
         quantized = tensors[-1]
         key = self.device, "low latency", *constants, warps, *alignments, quantized is not None and quantized.dtype
-        arguments = *map(_bits, tensors), slots, self.calls, *numbers, *constants
+        arguments = *_in_one_axis(tensors), slots, self.calls, *numbers, *constants
         compiled = loaded(key, self.device, low_latency_kernel, arguments, {"num_warps": warps})
         calls: object = self.calls
         if compiled is not None:
@@ -343,7 +346,13 @@ class LowLatency:
         return min(sms, blocks), compiled, (slots, calls, *numbers, *constants)
 
 
-def _bits(x: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a tensor in one axis, with integers in the place of floats of 16 or 32 bits."""
-    flat = None if x is None else x.view(-1)
-    return flat if flat is None or flat.dtype not in FLOATS else flat.view(BITS[flat.element_size()])
+def _in_one_axis(tensors: Sequence[torch.Tensor | None]) -> Iterator[torch.Tensor | None]:
+    """Yield the tensors of a call in one axis, as integers; the quantized rows, which come last, as numbers."""
+    *others, quantized = tensors
+    yield from (None if x is None else _bits(x) for x in others)
+    yield None if quantized is None else quantized.view(-1)
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in one axis, with integers in the place of numbers."""
+    return x.view(-1).view(BITS[x.element_size()])

@@ -7,7 +7,8 @@ ranks. `killed_eager`, `killed_replayed`: rank 1 kills itself between two statem
 other rank must end within 30 s with a diagnostic that names its statement. `stalled_ring`, `stalled_fused` and
 `stalled_spinning` (a waiting kernel): rank 1 skips a call; the others must end within HOSTIR_TIMEOUT seconds and 10
 more, naming the rank, the statement, and the flag or barrier. `killed_nccl`, `stalled_nccl`: the same with a collective
-of NCCL, which native code calls. The exit code is 1 if a rank does not.
+of NCCL, which native code calls. `killed_low_latency`, `killed_low_latency_replayed`, `stalled_low_latency`: the same
+with an all-gather by `low_latency`, whose kernel waits for the rows of rank 1. The exit code is 1 if a rank does not.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the tests are not installed
 
 from tests.gpu import on_one_gpu
+from tests.gpu.stress_cases import LOW_LATENCY
 from tests.launch import free_port
 
 if TYPE_CHECKING:
@@ -61,6 +63,9 @@ CASES = {
     "stalled_spinning": Case("fused", "triton", killed=False),
     "killed_nccl": Case("sequential", "aten", killed=True),
     "stalled_nccl": Case("sequential", "aten", killed=False),
+    "killed_low_latency": Case(LOW_LATENCY, "triton", killed=True),
+    "killed_low_latency_replayed": Case(LOW_LATENCY, "triton", killed=True, replayed=True),
+    "stalled_low_latency": Case(LOW_LATENCY, "triton", killed=False),
 }
 
 
@@ -124,7 +129,7 @@ class Ended:
         named = re.search(STATEMENT.format(rank=self.rank), self.output)
         if not named:
             return "does not name its statement"
-        what, words = ("collective", "allgather") if case.strategy == "sequential" else ("flag", FLAG)
+        what, words = ("collective", "allgather") if case.strategy.startswith("sequential") else ("flag", FLAG)
         if not case.killed and not re.search(words, self.output[named.start() :]):
             return f"does not name the {what}"
         return ""

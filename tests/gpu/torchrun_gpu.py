@@ -69,6 +69,12 @@ fusion @sums(%x: bf16[{SIZE}, M, 4096] partial(didx), %w: f32[M, 32] partial(did
   %z: f32[M, 32] = reshard %w
 }}
 """
+PARTS = f"""hostir 1
+mesh @mesh [didx] = {RANKS}
+fusion @parts(%x: {{dtype}}[M@didx, 4096]) -> (%y) {{{{
+  %y: {{dtype}}[M, 4096] = reshard %x
+}}}}
+"""
 NAN = float("nan")
 Tensors = Sequence[torch.Tensor | None]
 
@@ -171,6 +177,9 @@ def cases() -> list[Case]:
         if SIZE in (2, 4, 8):
             one_shot = programs.implemented(scattered, "one_shot")
             every.append(Case(f"by one_shot, scattered {dtype}", one_shot, twice, summed_and_scattered))
+    for dtype in FP8:
+        program = hi.lower(hi.parse(PARTS.format(dtype=dtype)), "sequential by low_latency")
+        every += [Case(f"by low_latency, gathered {dtype}, M = {m}", program, lambda x: (x,), m=m) for m in (64, 2048)]
     backwards = " ".join(map(str, reversed(range(SIZE))))
     every += [
         Case("all_to_all", programs.swap(), lambda x: (x,)),

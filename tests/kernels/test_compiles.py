@@ -601,7 +601,7 @@ fusion @gathered(%x: {dtype}[{ranks}@didx, {columns}]) -> (%y) {{
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
-@pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
+@pytest.mark.parametrize("dtype", ["bf16", "f16", "f32", "f8e4m3", "f8e5m2"])
 def test_the_kernel_of_a_gather_moves_16_bytes_at_a_time_and_spills_nothing(ranks, dtype):
     mesh = " ".join(map(str, range(ranks)))
     fusion = hi.parse(GATHERED.format(mesh=mesh, dtype=dtype, ranks=ranks, columns=1 << 20))

@@ -12,6 +12,7 @@ from hostir.kernels.low_latency import (
     BITS,
     BLOCKS,
     FLOATS,
+    GATHERED,
     IN_FLIGHT,
     NO_ROWS,
     PROGRAMS,
@@ -122,18 +123,18 @@ def test_collectives_of_all_kinds_and_sizes_take_turns_with_the_same_slots() -> 
         assert torch.equal(out, wanted)
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("dtype", GATHERED)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_a_rank_gets_the_parts_of_all_ranks_in_their_order(ranks: int, dtype: torch.dtype) -> None:
     random = Random()
     rank, room = random.randrange(ranks), 64 * 40
     job = Ranks(ranks, rank, dtype, room, collective="allgather")
     for number in range(4):
-        size = random.choice([8, 64, 8 * random.randrange(1, room // 8), room])
+        size = random.choice([16, 64, 16 * random.randrange(1, room // 16), room])
         parts = [torch.randn(size).to(dtype) for _ in range(ranks)]
         out = torch.full((ranks * size,), float("nan"), dtype=dtype)
         job.call(number, parts, out)
-        assert torch.equal(out, torch.cat(parts))
+        assert torch.equal(_bits(out), _bits(torch.cat(parts)))
 
 
 @pytest.mark.parametrize("collective", [*SUMS, "allgather"])
@@ -180,10 +181,10 @@ def test_every_bit_pattern_arrives_but_the_nan_of_only_ones_as_another_nan(dtype
     assert (sent != -1).all()
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("dtype", GATHERED)
 def test_a_gathered_part_keeps_all_bits_but_those_of_the_nan_of_only_ones(dtype: torch.dtype) -> None:
     width = 8 * dtype.itemsize
-    low = torch.arange(1 << 16) | (0xFFFF << 16 if width == 32 else 0)
+    low = torch.arange(1 << min(width, 16)) | (0xFFFF << 16 if width == 32 else 0)
     patterns = (low - (1 << width) * (low >> (width - 1))).to(BITS[dtype.itemsize])
     job = Ranks(2, 1, dtype, patterns.numel(), collective="allgather")
     out = torch.zeros(2 * patterns.numel(), dtype=dtype)
@@ -191,6 +192,7 @@ def test_a_gathered_part_keeps_all_bits_but_those_of_the_nan_of_only_ones(dtype:
     assert (sent != patterns).sum() == 1
     job.slot(1, 0, 0)[:] = ~sent
     job.kernel(patterns.view(dtype), out)
+    assert sent.view(dtype)[patterns == -1].isnan()
     assert torch.equal(_bits(out), torch.cat([sent, sent])), "all ranks have the same bits"
     assert torch.equal(~job.slot(0, 1, 0), sent)
 
