@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import itertools
+import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -18,15 +20,31 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroup, ProcessGroupGloo
 from torch.distributed.constants import default_pg_timeout
 
-from hostir.ir.source import HostIRError, error
+from hostir.ir.source import Diagnostic, HostIRError, error
 from hostir.job.offers import ExchangeTexts
 from hostir.job.symmetric import Sharing, SymmetricMemory
+from hostir.job.watchdog import say
 
 PARTING = 10.0  # seconds that destroying the process groups may take
+EXITING = 5  # seconds that this process may take to exit, if a kernel may never end
 NO_TAG = 77  # no message has this tag
 ANEW = "start all ranks anew, or make another group of them"
 _numbers = itertools.count()
 _abandoned: list[Any] = []  # process groups of sessions that failed, which must not be destroyed
+_stuck: list[str] = []  # why the GPU of this process does not become idle, after sessions that failed
+
+
+@atexit.register
+def _exit_in_time() -> None:
+    """Make sure that this process exits although its GPU works: while Python exits, CUDA waits for all kernels.
+
+    A kernel of torch's may wait for a lost rank for ever. So the operating system ends this process after EXITING
+    seconds, by SIGALRM.
+    """
+    if _stuck:
+        say(Diagnostic(_stuck[-1], hint=f"a kernel may wait for a lost rank; this process ends in {EXITING} s"))
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(EXITING)
 
 
 def _alone(key: str, mine: str) -> list[str]:
@@ -209,8 +227,8 @@ class Groups:
             its.store = None
         self.streams.clear()
         self.timeouts.clear()
-        if self.memory is not None:
-            self.memory.end()
+        if self.memory is not None and (problem := self.memory.end(done)):
+            _stuck.append(f"rank {self.rank}: {problem}")
         self.memory = None
         self._messages = None
         if self.native is not None:

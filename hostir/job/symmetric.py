@@ -62,6 +62,7 @@ from hostir.plan.operations import SymmetricOp
 from hostir.plan.unrolled import UnrolledProgram
 
 GROWTH = 1.5  # if sizes do not fit into the old buffers, new buffers are larger than needed by this factor
+ENDING = 8.0  # the most seconds that the work of a failed session may take to end
 KEPT_BYTES = 4 << 30  # the limit of a rank's memory for one program, if HOSTIR_SYMMETRIC_LIMIT is not set
 
 
@@ -274,10 +275,17 @@ class SymmetricMemory:
         self.met: dict[ProgramKey, SharedMemory] = {}
         self.meetings = self.released = 0
 
-    def end(self) -> None:
-        """Release the memory of all programs, because the session ends. CUDA graphs of the caller keep their memory."""
+    def end(self, done: bool) -> str:
+        """Release the memory of all programs, because the session ends. CUDA graphs of the caller keep their memory.
+
+        If `done` is False, the session ends after a failure. Then work that waits for peers is first ended, because a
+        process cannot exit while a kernel runs. Return the reason if this fails, and else an empty text.
+        """
+        memories = [] if done else list(self.met.values())
+        problem = self.sharing.release(memories, lambda: None, ENDING) if memories else ""
         self.met.clear()
         self.sharing.close()
+        return problem
 
     @property
     def bytes(self) -> int:

@@ -47,6 +47,8 @@ VECTOR = 16  # bytes that a thread moves at a time
 BLOCKS = 512, 16 << 10  # the least and the most bytes of a block
 MAX_ELEMENTS = (1 << 31) - (1 << 22)  # of a slot: a step of all programs beyond its end must fit into 32 bits
 MAX_WARPS, LONGEST = 16, 8192  # a longer row gets twice the warps, so that registers hold it
+SECONDS_PER_POLL = 0.3e-6  # on an H200; up to 0.7e-6 if blocks are large
+MAX_POLLS = (1 << 31) - 1  # take about ten minutes
 # How many blocks a program sends ahead of the one that it receives. Without an epilogue, the largest blocks of all
 # programs together are 2 MiB, which take about 5 us to a peer.
 IN_FLIGHT = 2
@@ -67,13 +69,21 @@ def _send(x, slot, at, mask):
 
 
 @triton.jit
-def _receive(slot, at, mask):
-    """Wait for the elements `at` of one of this rank's slots, and empty the slot."""
+def _receive(slot, at, mask, polls, timeout):
+    """Wait for the elements `at` of one of this rank's slots, and empty the slot.
+
+    Returns the elements, and the number of polls that are left. If no polls are left, the elements that have not
+    arrived are NaN, and the word at `timeout` becomes 1.
+    """
     bits = tl.load(slot + at, mask=mask, other=-1, volatile=True)
-    while tl.max((bits == 0).to(tl.int32), 0) > 0:
+    missing = tl.max((bits == 0).to(tl.int32), 0)
+    while (missing > 0) & (polls > 0):
         bits = tl.load(slot + at, mask=mask, other=-1, volatile=True)
+        missing = tl.max((bits == 0).to(tl.int32), 0)
+        polls -= missing
+    tl.store(timeout, 1, mask=missing > 0)
     tl.store(slot + at, tl.zeros_like(bits), mask=mask)
-    return bits ^ -1
+    return bits ^ -1, polls
 
 
 @triton.jit
@@ -112,7 +122,7 @@ def _finish_row(
         tl.store(quantized + at, from_float32(quotient, quantized.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["size", "room", "length"])
+@triton.jit(do_not_specialize=["polls", "size", "room", "length"])
 def low_latency_kernel(
     x,  # this rank's summands or its part, as integers; with SCATTERS, those for each rank, one rank after another
     out,  # the sums, or all parts; None if only the results of the epilogue are wanted
@@ -124,6 +134,8 @@ def low_latency_kernel(
     quantized,
     slots,  # a tuple of pointers: the slots of each rank
     calls,  # [PROGRAMS] of int32, all equal: the number of calls so far
+    timeouts,  # [RANKS, 2] of int64: see `LowLatency`
+    polls,  # after which a program gives up
     size,  # of the data that a rank sends to a peer, in UNIT elements
     room,  # vectors of VECTOR bytes in a slot
     length,  # of a row, in UNIT elements; unused without ROWS
@@ -173,7 +185,7 @@ def low_latency_kernel(
             tl.store(out + RANK * size.to(tl.int64) + at, _sendable(own, at, mask), mask=mask)  # as on the peers
             for i in tl.static_range(1, RANKS):
                 peer = (RANK + i) % RANKS
-                bits = _receive(slots[RANK] + half + peer * room, at, mask)
+                bits, polls = _receive(slots[RANK] + half + peer * room, at, mask, polls, timeouts + 2 * peer)
                 tl.store(out + peer * size.to(tl.int64) + at, bits, mask=mask)
         else:
             total = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -181,7 +193,7 @@ def low_latency_kernel(
                 if rank == RANK:
                     bits = tl.load(own + at, mask=mask, other=0)
                 else:
-                    bits = _receive(slots[RANK] + half + rank * room, at, mask)
+                    bits, polls = _receive(slots[RANK] + half + rank * room, at, mask, polls, timeouts + 2 * rank)
                 summand = to_float32(bits.to(FLOAT, bitcast=True))
                 if rank == 0:
                     total = summand  # -0 stays -0
@@ -241,9 +253,8 @@ NO_ROWS = RowTensors(*[None] * len(RowTensors._fields))
 class LowLatency:
     """A kernel that sums or gathers tensors of all ranks. A call of the object launches the kernel.
 
-    All ranks call it in the same order, and each rank on one stream, or on streams that follow each other. The kernel
-    waits for the peers without a timeout. If its slots are overwritten with 16-bit integers -32768, it ends, and it
-    receives only NaN.
+    All ranks call it in the same order, and each rank on one stream, or on streams that follow each other. If its slots
+    are overwritten with 16-bit integers -32768, it ends, and it receives only NaN.
 
     Sums are computed in float32, in the order of the ranks, and rounded once. So all ranks get the same bits. Ranks may
     call kernels with different epilogues, if all programs of each kernel fit on its GPU at once.
@@ -257,8 +268,11 @@ class LowLatency:
             ranks it holds 2 R slots of the same size. Each slot has room for the data that a rank sends to a peer, and
             is a multiple of 16 bytes.
         calls: an int32 tensor of PROGRAMS zeros. All kernels that use these slots share it.
+        timeouts: `[ranks, 2]` of int64, contiguous, perhaps in pinned host memory. If the kernel gives up waiting for a
+            rank, it sets the first word of the rank to 1, and reads NaN. The slots are then useless for further calls.
         collective: `allreduce`, `reduce_scatter` or `allgather`. Parts are in the order of the ranks.
         epilogue: the computations after the sums; None if nothing follows them.
+        seconds: after about this time of waiting, or after MAX_POLLS, the kernel gives up.
     """
 
     def __init__(
@@ -267,12 +281,15 @@ class LowLatency:
         rank: int,
         slots: Sequence[torch.Tensor],
         calls: torch.Tensor,
+        timeouts: torch.Tensor,
         collective: str,
         epilogue: Epilogue | None = None,
+        seconds: float = 600.0,
     ) -> None:
         assert collective in ("allreduce", "reduce_scatter", "allgather")
         assert epilogue is None or collective != "allgather"
         self.device, self.rank, self.slots, self.calls, self.collective = device, rank, slots, calls, collective
+        self.timeouts, self.polls = timeouts, min(int(seconds / SECONDS_PER_POLL), MAX_POLLS)
         self.epilogue = epilogue
         self.room = slots[0].numel() * slots[0].element_size() // (2 * len(slots)) // VECTOR
         # The number of programs, the kernel, and its arguments after the tensors, by the size and the alignments.
@@ -334,16 +351,17 @@ class LowLatency:
             *(GATHERED[sent.dtype], self.epilogue is not None),
             *(unit, bytes // width, eps, limit, LEAST_SCALE, PROGRAMS),
         )
-        numbers = size // unit, self.room, columns // unit
+        numbers = self.polls, size // unit, self.room, columns // unit
         slots: tuple[object, ...] = tuple(map(_bits, self.slots))
         quantized = tensors[-1]
         key = self.device, "low latency", *constants, warps, *alignments, quantized is not None and quantized.dtype
-        arguments = *_in_one_axis(tensors), slots, self.calls, *numbers, *constants
+        arguments = *_in_one_axis(tensors), slots, self.calls, self.timeouts, *numbers, *constants
         compiled = loaded(key, self.device, low_latency_kernel, arguments, {"num_warps": warps})
-        calls: object = self.calls
+        memory: tuple[object, ...] = slots, self.calls, self.timeouts
         if compiled is not None:
-            slots, calls = tuple(slot.data_ptr() for slot in self.slots), self.calls.data_ptr()
-        return min(sms, blocks), compiled, (slots, calls, *numbers, *constants)
+            addresses = tuple(slot.data_ptr() for slot in self.slots)
+            memory = addresses, self.calls.data_ptr(), self.timeouts.data_ptr()
+        return min(sms, blocks), compiled, (*memory, *numbers, *constants)
 
 
 def _in_one_axis(tensors: Sequence[torch.Tensor | None]) -> Iterator[torch.Tensor | None]:

@@ -16,7 +16,6 @@ from hostir.call.executor import Executor
 from hostir.ir import parse
 from hostir.ir.program import Program
 from hostir.ir.source import error
-from hostir.machines.cuda import timeouts
 from hostir.machines.cuda.machine import CudaPlan
 from hostir.machines.cuda.timeouts import TIMEOUTS, Timeouts
 from hostir.plan.operations import ComputeOp
@@ -41,7 +40,6 @@ WAITS = alone(
 @pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_graphs.install(monkeypatch)
-    monkeypatch.setattr(timeouts, "pinned_zeros", lambda rows: torch.zeros(rows, 2, dtype=torch.int64))
 
 
 @pytest.fixture

@@ -5,10 +5,11 @@
 It starts the ranks itself, because a launcher would end the other ranks; all on one GPU if there are fewer GPUs than
 ranks. `killed_eager`, `killed_replayed`: rank 1 kills itself between two statements of a call, or during a replay; each
 other rank must end within 30 s with a diagnostic that names its statement. `stalled_ring`, `stalled_fused` and
-`stalled_spinning` (a waiting kernel): rank 1 skips a call; the others must end within HOSTIR_TIMEOUT seconds and 10
+`stalled_spinning` (a waiting kernel): rank 1 skips a call; the others must end within HOSTIR_TIMEOUT seconds and 20
 more, naming the rank, the statement, and the flag or barrier. `killed_nccl`, `stalled_nccl`: the same with a collective
 of NCCL, which native code calls. `killed_low_latency`, `killed_low_latency_replayed`, `stalled_low_latency`: the same
-with an all-gather by `low_latency`, whose kernel waits for the rows of rank 1. The exit code is 1 if a rank does not.
+with an all-gather by `low_latency`, whose kernel waits for the rows of rank 1. `stalled_one_shot`: the same with a
+kernel of torch's, which waits for ever. The exit code is 1 if a rank does not.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 AT = 20  # the call in which rank 1 dies, or which it skips
 MOST = 30.0  # seconds in which the others must end after a death
-LATE = 10.0  # seconds in which the others must end after the timeout
+LATE = 20.0  # seconds in which the others must end after the timeout; a kernel that never ends takes 12 of them
 STARTING = 240.0  # seconds until rank 1 must reach its last call
 TIMEOUT = 40.0  # longer than a kernel polls flags, which is about 20 s
 STATEMENT = r"error: rank {rank}(?: is ended at|,| stands at| is ended:) '[^'\n]+'"
@@ -53,6 +54,7 @@ class Case:
     kernels: str
     killed: bool
     replayed: bool = False
+    reduced: bool = False  # a product is summed, instead of a gathered tensor multiplied
 
 
 CASES = {
@@ -66,6 +68,7 @@ CASES = {
     "killed_low_latency": Case(LOW_LATENCY, "triton", killed=True),
     "killed_low_latency_replayed": Case(LOW_LATENCY, "triton", killed=True, replayed=True),
     "stalled_low_latency": Case(LOW_LATENCY, "triton", killed=False),
+    "stalled_one_shot": Case("sequential by one_shot", "triton", killed=False, reduced=True),
 }
 
 
@@ -80,6 +83,7 @@ def rank_of(case: Case, device: str) -> None:
         kernels = case.kernels if device == "cuda" else "aten"
         mesh, sides = tuple(range(job.size)), (Product(256, linear=False, bias=False, split=False),)
         config = Config(case.strategy, kernels, "bf16", mesh, 2, (64, 64), 512, sides, kept=False, priorities=(0,) * 8)
+        config = replace(config, reduced=case.reduced)
         unit = Unit(config, job.rank, job.device, Delays(job.device))
         form = "out" if case.replayed else "eager"
         for call in range(100 * AT):
@@ -129,7 +133,9 @@ class Ended:
         named = re.search(STATEMENT.format(rank=self.rank), self.output)
         if not named:
             return "does not name its statement"
-        what, words = ("collective", "allgather") if case.strategy.startswith("sequential") else ("flag", FLAG)
+        what, words = "flag", FLAG
+        if case.strategy.startswith("sequential"):
+            what, words = "collective", "allreduce" if case.reduced else "allgather"
         if not case.killed and not re.search(words, self.output[named.start() :]):
             return f"does not name the {what}"
         return ""

@@ -5,6 +5,9 @@ The ranks run tests/job/group_cases.py.
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import threading
 from contextlib import ExitStack
 from datetime import timedelta
@@ -71,6 +74,31 @@ def test_groups_are_destroyed_by_a_thread_that_exists_and_one_that_fails_does_no
     assert destroyed == groups[::-1]
     assert [str(problem.exc_value) for problem in problems] == ["its peers are gone"]
     assert not destroyer.thread.is_alive()
+
+
+STUCK = """
+import atexit, time
+from types import SimpleNamespace
+import torch
+atexit.register(time.sleep, 60)  # as CUDA waits for a kernel that never ends; it runs after the handler of hostir
+from hostir.job import groups
+groups.EXITING = 1
+of_rank = groups.Groups(3, torch.device("cpu"))
+of_rank.memory = SimpleNamespace(end=lambda done: {problem!r})
+of_rank.end(done=False)
+print("ended")
+"""
+
+
+def test_a_process_exits_although_a_kernel_never_ends() -> None:
+    problem = "its GPU has not ended its work after 6.8 s"
+    ended = subprocess.run(
+        [sys.executable, "-c", STUCK.format(problem=problem)], capture_output=True, text=True, timeout=50, check=False
+    )
+    assert ended.returncode == -signal.SIGALRM
+    assert ended.stdout == "ended\n"
+    assert f"error: rank 3: {problem}" in ended.stderr
+    assert "this process ends in 1 s" in ended.stderr
 
 
 @pytest.mark.slow

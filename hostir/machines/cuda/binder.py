@@ -155,7 +155,9 @@ class CudaBinder:
         self.implementations: SymmetricCollectives | None = None
         rank = context.unrolled.rank
         if memory is not None and ((WORKSPACE, rank) in memory.flat or (SLOTS, rank) in memory.flat):
-            self.implementations = SymmetricCollectives(context, memory, machine.groups.all_ranks)
+            self.implementations = SymmetricCollectives(
+                context, memory, machine.groups.all_ranks, machine.groups.timeout.total_seconds()
+            )
         self.timeline = timeline
         self.steps: list[Step] = []
         self.ops: list[Op] = []

@@ -33,7 +33,7 @@ class PlanContext:
         registers, streams: the lists of the plan. Their elements change with every call.
         kernels: the kernel of each computation, by its name.
         kernel: a function that returns the kernel of an operation, adapted to the operation's stream.
-        timeouts: the object to which kernels that wait for flags report timeouts.
+        timeouts: the object to which kernels that wait for flags or data report timeouts.
         words: a pool of device memory for the numbers that kernels read.
         launches: the steps that only launch Triton kernels, with their operations.
     """

@@ -53,6 +53,7 @@ class SymmetricCollectives:
         context: the plan.
         memory: the symmetric memory of the plan, with the workspace or the slots.
         all_ranks: returns the registered process group of all ranks.
+        patience: the seconds for which hostir's kernel waits for other ranks.
 
     Fields:
         inline: True if the collectives run on the caller's stream.
@@ -61,10 +62,13 @@ class SymmetricCollectives:
         needless: the buffers that need no memory, because the kernels of `normed` store nothing there.
     """
 
-    def __init__(self, context: PlanContext, memory: SharedMemory, all_ranks: Callable[[], Any]) -> None:
+    def __init__(
+        self, context: PlanContext, memory: SharedMemory, all_ranks: Callable[[], Any], patience: float
+    ) -> None:
         self.context = context
         self.memory = memory
         self.all_ranks = all_ranks
+        self.patience = patience
         ops = [op for op in context.unrolled.ops if isinstance(op, CollectiveOp) and op.by]
         self.inline = awaited_at_once(context.unrolled).issuperset(op.handle for op in ops)
         self.buffers = workspace_buffers(context.unrolled)
@@ -149,8 +153,10 @@ class SymmetricCollectives:
         unrolled, flat = self.context.unrolled, self.memory.flat
         dtype = torch_dtype(unrolled.dtypes[unrolled.layouts[op.x].buffer])
         slots = [flat[SLOTS, rank].view(dtype) for rank in op.team]
-        calls = self.memory.kept["calls"]
-        return LowLatency(self.context.device, unrolled.rank, slots, calls, op.communication, epilogue)
+        calls, timeouts = self.memory.kept["calls"], self.context.timeouts.of_data(unrolled, op)
+        return LowLatency(
+            self.context.device, unrolled.rank, slots, calls, timeouts, op.communication, epilogue, self.patience
+        )
 
     def in_one_kernel(self, normed: NormedSum) -> bool:
         """Return True if one kernel carries out a sum and what follows it: Triton would compute that in any case."""

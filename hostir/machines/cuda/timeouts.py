@@ -1,4 +1,4 @@
-"""Reports of kernels in pinned memory, which every call reads: timeouts of flags, and indices that do not fit."""
+"""Reports of kernels in pinned memory, which every call reads: timeouts, and indices that do not fit."""
 
 from __future__ import annotations
 
@@ -7,29 +7,32 @@ from collections.abc import Iterator
 import torch
 
 from hostir.ir.source import Diagnostic, HostIRError, error
-from hostir.plan.operations import ComputeOp
+from hostir.job.hosts import ranks_text
+from hostir.plan.operations import CollectiveOp, ComputeOp
 from hostir.plan.unrolled import UnrolledProgram
 
+WaitingOp = ComputeOp | CollectiveOp
 TIMEOUTS = 256  # the minimum number of rows of one allocation
-FLAGS, INDICES = "flags", "indices"  # what words are for
+FLAGS, DATA, INDICES = "flags", "data", "indices"  # what words are for
 
 
 class Timeouts:
     """The words in pinned memory to which the kernels of a program report timeouts and misfits. Every call reads them.
 
     Executors that share symmetric memory also share the words, because after a timeout no executor may read the stale
-    data in that memory. A kernel that waits for flags has two words for each of its blocks: see `ReadyFlags`. The words
-    belong to a statement in one round of its loops. Plans for all sizes share them. So the words outlive a plan, and
-    the number of words is bounded. A statement with operands that hold indices has two words for each of them: the
-    first one is for an index that does not fit (see `hostir.kernels.misfits`).
+    data in that memory. A kernel that waits for flags has two words for each of its blocks: see `ReadyFlags`. A kernel
+    that waits for the data of other ranks has two words for each rank: see `LowLatency`. The words belong to a
+    statement in one round of its loops. Plans for all sizes share them. So the words outlive a plan, and the number of
+    words is bounded. A statement with operands that hold indices has two words for each of them: the first one is for
+    an index that does not fit (see `hostir.kernels.misfits`).
 
     Fields:
-        lost: True once a kernel has given up on a flag. A late signal would then count for the next call.
+        lost: True once a kernel has given up waiting. A late signal, or late data, would then count for the next call.
     """
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.words: dict[tuple[object, ...], tuple[UnrolledProgram, ComputeOp, torch.Tensor]] = {}
+        self.words: dict[tuple[object, ...], tuple[UnrolledProgram, WaitingOp, torch.Tensor]] = {}
         self.lost = False
         self.pages: list[torch.Tensor] = []  # [TIMEOUTS, 2] each
         self.used = 0  # the number of rows in use in the latest page
@@ -39,11 +42,15 @@ class Timeouts:
         """Return the words `[blocks, 2]` to which the kernel of an operation reports timeouts."""
         return self._words(unrolled, op, blocks, FLAGS)
 
+    def of_data(self, unrolled: UnrolledProgram, op: CollectiveOp) -> torch.Tensor:
+        """Return the words `[ranks, 2]` to which the kernel of a collective reports ranks whose data do not arrive."""
+        return self._words(unrolled, op, len(op.team), DATA)
+
     def of_indices(self, unrolled: UnrolledProgram, op: ComputeOp) -> torch.Tensor:
         """Return the words `[operands, 2]` for the operands of an operation that hold indices, in order."""
         return self._words(unrolled, op, len(op.place.statement.index_operands), INDICES)
 
-    def _words(self, unrolled: UnrolledProgram, op: ComputeOp, blocks: int, what: str) -> torch.Tensor:
+    def _words(self, unrolled: UnrolledProgram, op: WaitingOp, blocks: int, what: str) -> torch.Tensor:
         number = next(n for n, s in enumerate(unrolled.program.walk()) if s is op.place.statement)
         key = number, op.place.rounds, blocks, what
         if key not in self.words:
@@ -71,12 +78,17 @@ class Timeouts:
             reported = words.clone()
             words.zero_()
             if what == INDICES:
+                assert isinstance(op, ComputeOp)
                 reports += misfits(unrolled, op, reported)
                 continue
-            assert op.ready is not None
-            name = f"%{unrolled.symmetric[unrolled.buffers[op.ready.flags]].home[0]}"
-            results = None if op.ready.results == op.ready.blocks else op.ready.results
-            timed_out = timeout_error(reported, self.rank, name, results)
+            if isinstance(op, CollectiveOp):
+                late = [rank for rank, (word, _) in zip(op.team, reported.tolist(), strict=True) if word]
+                timed_out = error(f"the data of {ranks_text(late)} did not arrive") if late else None
+            else:
+                assert op.ready is not None
+                name = f"%{unrolled.symmetric[unrolled.buffers[op.ready.flags]].home[0]}"
+                results = None if op.ready.results == op.ready.blocks else op.ready.results
+                timed_out = timeout_error(reported, self.rank, name, results)
             if timed_out is not None:
                 self.lost = True
                 reports += unrolled.failure(op, timed_out).diagnostics
@@ -103,8 +115,8 @@ def misfits(unrolled: UnrolledProgram, op: ComputeOp, words: torch.Tensor) -> It
 
 
 def pinned_zeros(rows: int) -> torch.Tensor:
-    """Return a tensor `[rows, 2]` of int64 zeros in pinned memory.
+    """Return a tensor `[rows, 2]` of int64 zeros in pinned memory, or in ordinary memory if there is no GPU.
 
     Kernels can write to it, and the host reads it without waiting for the GPU.
     """
-    return torch.zeros(rows, 2, dtype=torch.int64, device="cpu", pin_memory=True)
+    return torch.zeros(rows, 2, dtype=torch.int64, device="cpu", pin_memory=torch.cuda.is_available())

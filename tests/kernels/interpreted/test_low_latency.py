@@ -16,6 +16,7 @@ from hostir.kernels.low_latency import (
     IN_FLIGHT,
     NO_ROWS,
     PROGRAMS,
+    SECONDS_PER_POLL,
     Epilogue,
     LowLatency,
     RowTensors,
@@ -42,7 +43,8 @@ class Ranks:
         self.ranks, self.rank, self.room, self.collective = ranks, rank, room, collective
         self.slots = [torch.zeros(2 * ranks * room, dtype=dtype) for _ in range(ranks)]
         self.calls = torch.zeros(PROGRAMS, dtype=torch.int32)
-        self.kernel = LowLatency(CPU, rank, self.slots, self.calls, collective, epilogue)
+        self.timeouts = torch.zeros(ranks, 2, dtype=torch.int64)
+        self.kernel = LowLatency(CPU, rank, self.slots, self.calls, self.timeouts, collective, epilogue)
 
     def slot(self, at: int, source: int, call: int) -> torch.Tensor:
         """Return the slot of a source in the memory of rank `at`, as integers."""
@@ -63,6 +65,7 @@ class Ranks:
         before = summands[self.rank].clone()
         self.kernel(summands[self.rank], out, rows)
         assert self.calls.tolist() == [number + 1] * PROGRAMS
+        assert not self.timeouts.any()
         assert not _bits(self.slots[self.rank]).any(), "the slots of this rank are not empty"
         for peer in range(self.ranks):
             if peer != self.rank:
@@ -110,7 +113,7 @@ def test_collectives_of_all_kinds_and_sizes_take_turns_with_the_same_slots() -> 
     random = Random()
     ranks, room = 3, 64 * 20
     job = Ranks(ranks, 1, torch.bfloat16, room, collective="allreduce")
-    kernels = {kind: LowLatency(CPU, 1, job.slots, job.calls, kind) for kind in (*SUMS, "allgather")}
+    kernels = {kind: LowLatency(CPU, 1, job.slots, job.calls, job.timeouts, kind) for kind in (*SUMS, "allgather")}
     for number in range(12):
         job.collective, job.kernel = random.choice(list(kernels.items()))
         size, gathers = 8 * random.randrange(1, room // 8), job.collective == "allgather"
@@ -195,6 +198,27 @@ def test_a_gathered_part_keeps_all_bits_but_those_of_the_nan_of_only_ones(dtype:
     assert sent.view(dtype)[patterns == -1].isnan()
     assert torch.equal(_bits(out), torch.cat([sent, sent])), "all ranks have the same bits"
     assert torch.equal(~job.slot(0, 1, 0), sent)
+
+
+@pytest.mark.parametrize("collective", [*SUMS, "allgather"])
+def test_a_kernel_gives_up_on_data_that_do_not_arrive_reports_the_rank_and_reads_nan(collective: str) -> None:
+    ranks, size = 3, 8 * 700
+    job = Ranks(ranks, 1, torch.bfloat16, size, collective=collective)
+    job.kernel = LowLatency(CPU, 1, job.slots, job.calls, job.timeouts, collective, seconds=4 * SECONDS_PER_POLL)
+    data = [torch.randn(size * (ranks if collective == "reduce_scatter" else 1)).bfloat16() for _ in range(ranks)]
+    out = torch.zeros(size * (ranks if collective == "allgather" else 1)).bfloat16()
+    job.slot(1, 0, 0)[:] = ~_bits(job.part(data[0], 1)).view(-1)
+    job.slot(1, 2, 0)[:100] = ~_bits(job.part(data[2], 1)).view(-1)[:100]
+    with multiprocessors(2):
+        job.kernel(data[1], out)
+    assert job.timeouts[:, 0].tolist() == [0, 0, 1]
+    if collective == "allgather":
+        assert torch.equal(out[: 2 * size], torch.cat(data[:2]))
+        assert torch.equal(out[2 * size :][:100], data[2][:100])
+        assert out[2 * size :][100:].isnan().all()
+    else:
+        assert torch.equal(out[:100], expected([job.part(x, 1) for x in data])[:100])
+        assert out[100:].isnan().all()
 
 
 def test_addresses_that_are_no_multiples_of_16_bytes_are_served() -> None:

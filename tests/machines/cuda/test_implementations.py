@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.constants import default_pg_timeout
 
 import hostir as hi
 from examples import patterns
@@ -139,9 +140,13 @@ class LowLatencyModel:
         rank: int,
         slots: list[torch.Tensor],
         calls: torch.Tensor,
+        timeouts: torch.Tensor,
         collective: str,
         epilogue: Epilogue | None = None,
+        seconds: float = 600.0,
     ) -> None:
+        assert timeouts.shape == (len(slots), 2)
+        assert seconds == default_pg_timeout.total_seconds(), "as long as NCCL would wait"
         ranks, self.epilogue = len(slots), epilogue
         self.rank, self.calls, self.collective = rank, calls, collective
         self.slots = [x[: x.numel() // (2 * ranks) * 2 * ranks].view(torch.int32).view(2, ranks, -1) for x in slots]
@@ -205,8 +210,8 @@ def torchs_kernels(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SymmetricCollectives, "in_one_kernel", lambda self, normed: True)
     original = SymmetricCollectives.__init__
 
-    def init(self: SymmetricCollectives, context: Any, memory: Any, all_ranks: Any) -> None:
-        original(self, context, memory, lambda: SimpleNamespace(group_name="everyone"))
+    def init(self: SymmetricCollectives, context: Any, memory: Any, all_ranks: Any, patience: float) -> None:
+        original(self, context, memory, lambda: SimpleNamespace(group_name="everyone"), patience)
         memory.kept["kernels"] = Kernels(gpus, self, memory.kept["handle"])
 
     handle = property(lambda self: self.memory.kept["kernels"])
@@ -488,6 +493,25 @@ wait %g"""
     assert plan.memory is not None
     assert plan.memory.flat[WORKSPACE, 0].numel() == 128
     assert plan.memory.offers[0].buffers[0].place == WORKSPACE, "torch's operators need one offset on all ranks"
+
+
+@pytest.mark.parametrize("text", [reduced("low_latency", 3), GATHERED_SOON], ids=["sum", "gather"])
+def test_a_kernel_that_gave_up_is_reported_with_its_statement_and_the_ranks_that_it_waited_for(
+    text: Program, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    columns = text.inputs[0].tensor.local_shape
+    inputs = [[torch.rand([int(str(n)) for n in columns])] for _ in range(3)]
+    for rank, plan in enumerate(plans(gpus, text, inputs, monkeypatch)):
+        assert plan.problem() is None
+        op = next(op for op in plan.unrolled.ops if isinstance(op, CollectiveOp))
+        words = plan.machine.timeouts.of_data(plan.unrolled, op)
+        late = [other for other in range(3) if other != rank]
+        words[late, 0] = 1
+        message = str(plan.problem())
+        assert f"rank {rank}, '%h = {op.communication} %x -> %y over didx by low_latency'" in message
+        assert f"the data of ranks {late[0]}, {late[1]} did not arrive" in message
+        assert "did not arrive" in plan.machine.groups.abandoned, "late data would count for the next call"
+        assert plan.problem() is None
 
 
 def test_the_slots_have_room_for_the_largest_piece_twice_for_each_rank(

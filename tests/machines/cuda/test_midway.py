@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from random import Random
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from hostir.call.rank import RankExecutor
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
 from hostir.job.groups import Groups
+from hostir.job.symmetric import SymmetricMemory
 from hostir.machines.cuda import machine as cuda
 from hostir.machines.cuda import memory as cuda_memory
 from hostir.machines.cuda.machine import CudaMachine, CudaPlan
@@ -320,6 +322,27 @@ def test_an_abort_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> 
 
     assert PeerMemory(CPU, 0).release([], abort, 0.4) == LATE
     over.set()
+
+
+@pytest.mark.parametrize("done", [False, True])
+@pytest.mark.parametrize("shares", [False, True])
+def test_kernels_that_wait_are_ended_before_the_memory_of_a_failed_session_is_released(
+    shares: bool, done: bool
+) -> None:
+    log = list[str]()
+
+    def release(memories: Sequence[object], abort: Callable[[], None], seconds: float) -> str:
+        log.append(f"ended {len(memories)}")
+        return ""
+
+    sharing: Any = SimpleNamespace(release=release, close=lambda: log.append("closed"))
+    memory = SymmetricMemory(0, lambda key, mine: [mine], sharing)
+    if shares:
+        kept: Any = SimpleNamespace()
+        memory.met["digest", None] = kept
+    memory.end(done)
+    assert log == (["ended 1"] if shares and not done else []) + ["closed"]
+    assert not memory.met
 
 
 def test_the_streams_of_calls_are_all_workers_and_the_latest_callers(gpus: Gpus) -> None:

@@ -22,7 +22,6 @@ from hostir.ir.source import HostIRError
 from hostir.ir.tensor_ops import Linear
 from hostir.kernels.dtypes import undefined
 from hostir.machines.binding import places
-from hostir.machines.cuda import timeouts
 from hostir.machines.cuda.streams import CallOrder
 from hostir.plan.operations import ComputeOp
 from hostir.plan.unroll import unroll
@@ -376,7 +375,6 @@ program @alone(%x: f32[8, 4], %w: f32[4, 3]) -> (%y) {{
 
 
 def test_a_source_that_a_sum_gave_up_on_is_named(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timeouts, "pinned_zeros", lambda rows: torch.zeros(rows, 2, dtype=torch.int64))
     program = hi.parse(reduce_scatter(IN_PIECES, 3))
     inputs = [
         [shard(x, v.tensor, rank, {}) for x, v in zip(random_inputs(program, {}, seed=0), program.inputs, strict=True)]
@@ -486,7 +484,6 @@ def test_a_timeout_is_reported_by_the_next_call_of_any_executor_that_shares_the_
     program: Program, alone: bool, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With peers, the call is abandoned: a late signal of a peer would count for the next call."""
-    monkeypatch.setattr(timeouts, "pinned_zeros", lambda rows: torch.zeros(rows, 2, dtype=torch.int64))
     inputs = [
         [shard(x, v.tensor, rank, {}) for x, v in zip(random_inputs(program, {}, seed=0), program.inputs, strict=True)]
         for rank in range(program.ranks)
