@@ -60,7 +60,7 @@ OTHER_END = {"d3a5b2e", "af38f7b", "226164b", "15c147f", "1fb15c2", "057973d3", 
 # Commits in which `low_latency` sent no blocks ahead, with its rate.
 OTHER_SENDING = {*OTHER_END, "52d9d640"}, 300.0
 # Commits in which `low_latency` ran no all-gathers: in an MLP, NCCL gathered and `low_latency` summed.
-OTHER_GATHER = {"057973d3", "fde32ba8"}
+OTHER_GATHER = {"057973d3"}
 Result = dict[str, Any]
 Fused = hi.Fusion | hi.Program
 

@@ -19,6 +19,7 @@ from benchmarks.steps_chart import cases
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
 MACHINE = "2xH100"  # the machine of the results in docs/performance.md
+LATEST = "2xH200"  # the machine of the latest results of all comparisons with `hi.compile`
 MAIN = 'if __name__ == "__main__":'
 
 # The names of each benchmark's results, without ranks and dtypes.
@@ -171,21 +172,24 @@ def steps(results: Path = RESULTS / MACHINE) -> str:
     return table(["a step of Llama 3 on 2 H100", "hostir", *torchs], lines)
 
 
-def summary(results: Path = RESULTS / MACHINE) -> str:
+def summary(results: Path = RESULTS / MACHINE, latest: Path = RESULTS / LATEST) -> str:
     """Summarise the results for the README: steps of whole models, and a row for each comparison with peers."""
 
-    def rows_of(name: str) -> Rows:
-        return json.loads((results / f"{name}.json").read_text())["rows"]
+    def rows_of(folder: Path, name: str) -> Rows:
+        return json.loads((folder / f"{name}.json").read_text())["rows"]
 
-    functions = rows_of("torch_operators_2")
-    compared: dict[str, tuple[list[float], int]] = {}
+    compiled: dict[str, tuple[list[float], int]] = {}
     for name, what in SUMMARY.items():
-        ratios, rows = compared.get(what, ([], 0))
-        compared[what] = ratios + compiled_ratios(rows_of(name)), rows + len(rows_of(name))
-    compared |= {what: (mode_ratios(functions, mode), len(functions)) for mode, what in BY_MODE.items()}
-    lines = [[what, f"{faster(rs)} of {rows}", f"{median(rs):.2f} x"] for what, (rs, rows) in compared.items() if rs]
-    text = table(["2 H100", "sizes at which hostir is faster", "median speed-up"], lines)
-    return f"{steps(results)}\n\n{text}"
+        ratios, count = compiled.get(what, ([], 0))
+        rows = rows_of(latest, name)
+        compiled[what] = ratios + compiled_ratios(rows), count + len(rows)
+    functions = rows_of(results, "torch_operators_2")
+    by_mode = {what: (mode_ratios(functions, mode), len(functions)) for mode, what in BY_MODE.items()}
+    tables = [steps(results)]
+    for machine, compared in ("2 H200", compiled), ("2 H100", by_mode):
+        lines = [[what, f"{faster(rs)} of {n}", f"{median(rs):.2f} x"] for what, (rs, n) in compared.items() if rs]
+        tables.append(table([machine, "sizes at which hostir is faster", "median speed-up"], lines))
+    return "\n\n".join(tables)
 
 
 def functions(data: dict[str, Any]) -> str:

@@ -116,9 +116,8 @@ def test_the_page_gives_the_host_times_of_the_results() -> None:
     assert f"without gradients take {least} to {most} times as long as by hand" in page
 
 
-@pytest.mark.parametrize("name", ["2", "4"])
-def test_the_tables_of_one_sided_strategies_show_the_results(name: str) -> None:
-    measured = json.loads((ROOT / f"benchmarks/results/allgather_matmul_{name}.json").read_text())["rows"]
+def test_the_table_of_one_sided_strategies_on_4_gpus_shows_the_results() -> None:
+    measured = json.loads((ROOT / "benchmarks/results/allgather_matmul_4.json").read_text())["rows"]
     page = (ROOT / "docs/performance.md").read_text()
     assert len(measured) == 19
     for r in measured:
