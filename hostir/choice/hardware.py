@@ -9,7 +9,7 @@ which the times say little stay near their starting values. Tables on 4 and 8 GP
 2xH200 were recorded after the fit, mostly of rows that had been measured before on other days: 91 % are within 10 %.
 A fit that sees only the tables in these two folders predicts 88 % of the times in the older tables. Two tables of H200
 for the same rows, made on different days, agree within 10 % in 97 % of the times. All-gathers by `low_latency` have the
-rate of sums, which were fitted before the first of them was measured. On 8 ranks, sums were only emulated: see
+rate of sums. It was fitted before any such all-gather was measured. On 8 ranks, sums were only emulated: see
 tests/choice/test_recorded.py. `python -m benchmarks.regret` prints the shares of each table, and the time that is lost
 if the choice follows the estimates.
 

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import ctypes
 import itertools
+import os
 import signal
 import sys
 import threading
@@ -26,25 +27,32 @@ from hostir.job.symmetric import Sharing, SymmetricMemory
 from hostir.job.watchdog import say
 
 PARTING = 10.0  # seconds that destroying the process groups may take
-EXITING = 5  # seconds that this process may take to exit, if a kernel may never end
+EXITING = 5  # seconds that this process may take to exit after a failed session, while its GPU works
 NO_TAG = 77  # no message has this tag
 ANEW = "start all ranks anew, or make another group of them"
 _numbers = itertools.count()
 _abandoned: list[Any] = []  # process groups of sessions that failed, which must not be destroyed
-_stuck: list[str] = []  # why the GPU of this process does not become idle, after sessions that failed
+# For each session that failed: the rank of this process, and a function that returns True while its GPU works.
+_failed: list[tuple[int, Callable[[], bool]]] = []
 
 
 @atexit.register
 def _exit_in_time() -> None:
-    """Make sure that this process exits although its GPU works: while Python exits, CUDA waits for all kernels.
+    """Make sure that this process exits after a session that failed, even if a kernel waits for a lost rank for ever.
 
-    A kernel of torch's may wait for a lost rank for ever. So the operating system ends this process after EXITING
-    seconds, by SIGALRM.
+    While a process exits, CUDA waits for the kernels that run. So the operating system ends the process by SIGALRM if
+    it does not exit within EXITING seconds.
     """
-    if _stuck:
-        say(Diagnostic(_stuck[-1], hint=f"a kernel may wait for a lost rank; this process ends in {EXITING} s"))
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(EXITING)
+    for rank, working in _failed:
+        with contextlib.suppress(RuntimeError):  # after an error of CUDA, a process can exit
+            if working():
+                hint = f"it may wait for a lost rank; this process ends within {EXITING} s"
+                say(Diagnostic(f"rank {rank}: its GPU has not ended its work", hint=hint))
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                signal.alarm(EXITING)
+
+
+os.register_at_fork(after_in_child=_failed.clear)
 
 
 def _alone(key: str, mine: str) -> list[str]:
@@ -227,8 +235,10 @@ class Groups:
             its.store = None
         self.streams.clear()
         self.timeouts.clear()
-        if self.memory is not None and (problem := self.memory.end(done)):
-            _stuck.append(f"rank {self.rank}: {problem}")
+        if self.memory is not None:
+            if not done:
+                _failed.append((self.rank, self.memory.working()))
+            self.memory.end()
         self.memory = None
         self._messages = None
         if self.native is not None:

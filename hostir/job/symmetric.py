@@ -62,7 +62,6 @@ from hostir.plan.operations import SymmetricOp
 from hostir.plan.unrolled import UnrolledProgram
 
 GROWTH = 1.5  # if sizes do not fit into the old buffers, new buffers are larger than needed by this factor
-ENDING = 8.0  # the most seconds that the work of a failed session may take to end
 KEPT_BYTES = 4 << 30  # the limit of a rank's memory for one program, if HOSTIR_SYMMETRIC_LIMIT is not set
 
 
@@ -92,6 +91,12 @@ class Sharing(Protocol):
 
     def synchronize(self) -> None:
         """Wait until all work that this rank has issued no longer uses the memory of any rank."""
+
+    def working(self, memories: Sequence[SharedMemory]) -> Callable[[], bool]:
+        """Return a function that returns True while work that this rank has issued uses the memory of any rank.
+
+        `memories` is all symmetric memory of this rank. The function may be called after the session has ended.
+        """
 
     def release(self, memories: Sequence[SharedMemory], abort: Callable[[], None], seconds: float) -> str:
         """End the work of a call that ended midway, and wait until this work no longer uses the memory of any rank.
@@ -275,17 +280,14 @@ class SymmetricMemory:
         self.met: dict[ProgramKey, SharedMemory] = {}
         self.meetings = self.released = 0
 
-    def end(self, done: bool) -> str:
-        """Release the memory of all programs, because the session ends. CUDA graphs of the caller keep their memory.
-
-        If `done` is False, the session ends after a failure. Then work that waits for peers is first ended, because a
-        process cannot exit while a kernel runs. Return the reason if this fails, and else an empty text.
-        """
-        memories = [] if done else list(self.met.values())
-        problem = self.sharing.release(memories, lambda: None, ENDING) if memories else ""
+    def end(self) -> None:
+        """Release the memory of all programs, because the session ends. CUDA graphs of the caller keep their memory."""
         self.met.clear()
         self.sharing.close()
-        return problem
+
+    def working(self) -> Callable[[], bool]:
+        """Return a function that returns True while work that this rank has issued uses the memory of any rank."""
+        return self.sharing.working(list(self.met.values()))
 
     @property
     def bytes(self) -> int:

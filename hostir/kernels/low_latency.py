@@ -48,7 +48,8 @@ BLOCKS = 512, 16 << 10  # the least and the most bytes of a block
 MAX_ELEMENTS = (1 << 31) - (1 << 22)  # of a slot: a step of all programs beyond its end must fit into 32 bits
 MAX_WARPS, LONGEST = 16, 8192  # a longer row gets twice the warps, so that registers hold it
 SECONDS_PER_POLL = 0.3e-6  # on an H200; up to 0.7e-6 if blocks are large
-MAX_POLLS = (1 << 31) - 1  # take about ten minutes
+POLLS = 1024  # the unit in which polls are passed to the kernel
+_POLLS = tl.constexpr(POLLS)
 # How many blocks a program sends ahead of the one that it receives. Without an epilogue, the largest blocks of all
 # programs together are 2 MiB, which take about 5 us to a peer.
 IN_FLIGHT = 2
@@ -69,19 +70,19 @@ def _send(x, slot, at, mask):
 
 
 @triton.jit
-def _receive(slot, at, mask, polls, timeout):
+def _receive(slot, at, mask, polls, timeout, reports):
     """Wait for the elements `at` of one of this rank's slots, and empty the slot.
 
     Returns the elements, and the number of polls that are left. If no polls are left, the elements that have not
-    arrived are NaN, and the word at `timeout` becomes 1.
+    arrived are NaN. Then, if `reports` is True, the word at `timeout` becomes 1.
     """
     bits = tl.load(slot + at, mask=mask, other=-1, volatile=True)
     missing = tl.max((bits == 0).to(tl.int32), 0)
     while (missing > 0) & (polls > 0):
         bits = tl.load(slot + at, mask=mask, other=-1, volatile=True)
         missing = tl.max((bits == 0).to(tl.int32), 0)
-        polls -= missing
-    tl.store(timeout, 1, mask=missing > 0)
+        polls -= missing  # 0 or 1
+    tl.store(timeout, 1, mask=(missing > 0) & reports)
     tl.store(slot + at, tl.zeros_like(bits), mask=mask)
     return bits ^ -1, polls
 
@@ -135,7 +136,7 @@ def low_latency_kernel(
     slots,  # a tuple of pointers: the slots of each rank
     calls,  # [PROGRAMS] of int32, all equal: the number of calls so far
     timeouts,  # [RANKS, 2] of int64: see `LowLatency`
-    polls,  # after which a program gives up
+    polls,  # after this number times POLLS, a program gives up
     size,  # of the data that a rank sends to a peer, in UNIT elements
     room,  # vectors of VECTOR bytes in a slot
     length,  # of a row, in UNIT elements; unused without ROWS
@@ -155,6 +156,7 @@ def low_latency_kernel(
     """Store this rank's data at the peers, wait for theirs, and compute or store the results. See the module."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     call = tl.load(calls + program)
+    polls = polls.to(tl.int64) * _POLLS
     size, room = size * UNIT, room.to(tl.int64) * (128 // FLOAT.primitive_bitwidth)
     half = (call & 1) * RANKS * room
     number = tl.arange(0, BLOCK)
@@ -181,11 +183,13 @@ def low_latency_kernel(
         if ROWS:  # these loads do not wait for peers
             added_to = tl.load(residual + at, mask=mask, other=0)
             factors = None if weight is None else tl.load(weight + number, mask=mask, other=0)
+        reports = polls > 0  # later blocks may also lack the data of ranks that wait for the late rank
         if GATHERS:
             tl.store(out + RANK * size.to(tl.int64) + at, _sendable(own, at, mask), mask=mask)  # as on the peers
             for i in tl.static_range(1, RANKS):
                 peer = (RANK + i) % RANKS
-                bits, polls = _receive(slots[RANK] + half + peer * room, at, mask, polls, timeouts + 2 * peer)
+                slot = slots[RANK] + half + peer * room
+                bits, polls = _receive(slot, at, mask, polls, timeouts + 2 * peer, reports)
                 tl.store(out + peer * size.to(tl.int64) + at, bits, mask=mask)
         else:
             total = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -193,7 +197,8 @@ def low_latency_kernel(
                 if rank == RANK:
                     bits = tl.load(own + at, mask=mask, other=0)
                 else:
-                    bits, polls = _receive(slots[RANK] + half + rank * room, at, mask, polls, timeouts + 2 * rank)
+                    slot = slots[RANK] + half + rank * room
+                    bits, polls = _receive(slot, at, mask, polls, timeouts + 2 * rank, reports)
                 summand = to_float32(bits.to(FLOAT, bitcast=True))
                 if rank == 0:
                     total = summand  # -0 stays -0
@@ -254,7 +259,8 @@ class LowLatency:
     """A kernel that sums or gathers tensors of all ranks. A call of the object launches the kernel.
 
     All ranks call it in the same order, and each rank on one stream, or on streams that follow each other. If its slots
-    are overwritten with 16-bit integers -32768, it ends, and it receives only NaN.
+    are overwritten with 16-bit integers -32767, it ends. Then it has received NaN, in fp8 at least in every second
+    element.
 
     Sums are computed in float32, in the order of the ranks, and rounded once. So all ranks get the same bits. Ranks may
     call kernels with different epilogues, if all programs of each kernel fit on its GPU at once.
@@ -272,7 +278,7 @@ class LowLatency:
             rank, it sets the first word of the rank to 1, and reads NaN. The slots are then useless for further calls.
         collective: `allreduce`, `reduce_scatter` or `allgather`. Parts are in the order of the ranks.
         epilogue: the computations after the sums; None if nothing follows them.
-        seconds: after about this time of waiting, or after MAX_POLLS, the kernel gives up.
+        seconds: after one to two and a half times these seconds of waiting, the kernel gives up.
     """
 
     def __init__(
@@ -289,7 +295,7 @@ class LowLatency:
         assert collective in ("allreduce", "reduce_scatter", "allgather")
         assert epilogue is None or collective != "allgather"
         self.device, self.rank, self.slots, self.calls, self.collective = device, rank, slots, calls, collective
-        self.timeouts, self.polls = timeouts, min(int(seconds / SECONDS_PER_POLL), MAX_POLLS)
+        self.timeouts, self.polls = timeouts, max(int(seconds / SECONDS_PER_POLL / POLLS), 1)
         self.epilogue = epilogue
         self.room = slots[0].numel() * slots[0].element_size() // (2 * len(slots)) // VECTOR
         # The number of programs, the kernel, and its arguments after the tensors, by the size and the alignments.

@@ -76,29 +76,40 @@ def test_groups_are_destroyed_by_a_thread_that_exists_and_one_that_fails_does_no
     assert not destroyer.thread.is_alive()
 
 
-STUCK = """
+FAILED = """
 import atexit, time
 from types import SimpleNamespace
 import torch
-atexit.register(time.sleep, 60)  # as CUDA waits for a kernel that never ends; it runs after the handler of hostir
+atexit.register(time.sleep, {seconds})  # as CUDA waits for kernels; it runs after the handler of hostir
 from hostir.job import groups
 groups.EXITING = 1
 of_rank = groups.Groups(3, torch.device("cpu"))
-of_rank.memory = SimpleNamespace(end=lambda done: {problem!r})
-of_rank.end(done=False)
+def query():
+    {query}
+of_rank.memory = SimpleNamespace(end=lambda: None, working=lambda: query)
+of_rank.end(done={done})
 print("ended")
 """
 
 
-def test_a_process_exits_although_a_kernel_never_ends() -> None:
-    problem = "its GPU has not ended its work after 6.8 s"
-    ended = subprocess.run(
-        [sys.executable, "-c", STUCK.format(problem=problem)], capture_output=True, text=True, timeout=50, check=False
-    )
-    assert ended.returncode == -signal.SIGALRM
-    assert ended.stdout == "ended\n"
-    assert f"error: rank 3: {problem}" in ended.stderr
-    assert "this process ends in 1 s" in ended.stderr
+@pytest.mark.parametrize(
+    ("done", "query", "seconds", "ends"),
+    [
+        (False, "return True", 60, True),
+        (False, "return False", 2, False),
+        (False, "raise RuntimeError('CUDA error')", 2, False),
+        (True, "return True", 2, False),
+    ],
+)
+def test_a_process_exits_after_a_failed_session_although_a_kernel_never_ends(
+    done: bool, query: str, seconds: int, ends: bool
+) -> None:
+    text = FAILED.format(done=done, query=query, seconds=seconds)
+    exited = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=50, check=False)
+    assert exited.returncode == (-signal.SIGALRM if ends else 0), exited.stderr
+    assert exited.stdout == "ended\n"
+    assert ("error: rank 3: its GPU has not ended its work" in exited.stderr) is ends
+    assert ("this process ends within 1 s" in exited.stderr) is ends
 
 
 @pytest.mark.slow

@@ -33,6 +33,9 @@ from hostir.plan.unrolled import UnrolledProgram
 PATIENT, RAISING, ABORTED = 0.25, 0.5, 0.85
 PAGE = 1 << 20  # bytes of NaN that one copy stores
 PAUSE = 0.01  # seconds between two looks at the GPU
+# What fills the slots of `low_latency`, as an int16. No byte is 0, so all data look as if they had arrived. The kernel
+# inverts the bits to 0x7FFE, which is NaN in bf16 and f16, twice in f32, and at least every second time in fp8.
+ARRIVED = -(1 << 15) + 1
 # The priority of the stream that raises flags. CUDA clamps it to its range. Streams of another priority have other
 # hardware queues. If this stream shared a queue with a stream that waits, it would wait, too. Then the GPU would not
 # end its work in time, and the ranks would raise an error.
@@ -55,7 +58,7 @@ class PeerMemory:
         self.mine = torch.empty(0)  # between `reserve` and `map`
         self.aside: torch.cuda.Stream | None = None  # for flags that are raised while all other streams may wait
         self.nans = torch.empty(0, dtype=torch.uint8)  # pinned bytes, which are NaN in every dtype
-        self.summands = torch.empty(0, dtype=torch.uint8)  # pinned bytes, which are inverted NaN in every dtype
+        self.summands = torch.empty(0, dtype=torch.uint8)  # pinned bytes, which hold ARRIVED
         self.host_group: Any = None  # the registered group of the ranks of this host, if there are several hosts
         self.handle: Any = None  # torch's handle of the latest mapped memory; peers stay mapped as long as it lives
 
@@ -114,6 +117,12 @@ class PeerMemory:
         """Wait until the GPU is idle."""
         torch.cuda.synchronize(self.device)
 
+    def working(self, memories: Sequence[SharedMemory]) -> Callable[[], bool]:
+        """Return a function that returns True while a stream has work on which this rank has issued calls."""
+        streams = calling_streams(self.device)
+        streams += [kept for memory in memories for kept in memory.kept.values() if isinstance(kept, torch.cuda.Stream)]
+        return lambda: not all(stream.query() for stream in streams)
+
     def release(self, memories: Sequence[SharedMemory], abort: Callable[[], None], seconds: float) -> str:
         """Wait until all calls have ended on the GPU. If calls wait for peers too long, raise all flags of this rank.
 
@@ -130,12 +139,11 @@ class PeerMemory:
 
         Returns the reason why the GPU does not become idle; empty if the GPU is idle.
         """
-        streams, began, problems = calling_streams(self.device), time.monotonic(), list[str]()
-        streams += [kept for memory in memories for kept in memory.kept.values() if isinstance(kept, torch.cuda.Stream)]
+        working, began, problems = self.working(memories), time.monotonic(), list[str]()
 
         def is_busy() -> bool:
             """Return True if the GPU works, or if NCCL is being aborted."""
-            return aborting.is_alive() or not all(stream.query() for stream in streams)
+            return aborting.is_alive() or working()
 
         def must_wait(fraction: float) -> bool:
             """Return True if `is_busy` and less than this fraction of the timeout has passed."""
@@ -230,7 +238,7 @@ class PeerMemory:
             self.aside = own_stream(self, self.device, HIGHEST)
             pinned = self.device.type == "cuda"
             self.nans = torch.full((PAGE,), 0xFF, dtype=torch.uint8, pin_memory=pinned)
-            self.summands = torch.full((PAGE // 2,), -(1 << 15), dtype=torch.int16, pin_memory=pinned).view(torch.uint8)
+            self.summands = torch.full((PAGE // 2,), ARRIVED, dtype=torch.int16, pin_memory=pinned).view(torch.uint8)
 
     def prepare(self, memory: SharedMemory) -> None:
         """Initialise the flags for the first call of a program, and wait until they are initialised.

@@ -65,6 +65,10 @@ class SharedFiles:
     def synchronize(self) -> None:
         """Do nothing, because all work of a call has ended when the call returns."""
 
+    def working(self, memories: Sequence[SharedMemory]) -> Callable[[], bool]:
+        """Return a function that returns False: all work of a call has ended when the call returns."""
+        return lambda: False
+
     def release(self, memories: Sequence[SharedMemory], abort: Callable[[], None], seconds: float) -> str:
         """Call `abort` to end communications. Threads that use memory have already ended with the call that failed."""
         abort()

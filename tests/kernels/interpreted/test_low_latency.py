@@ -15,6 +15,7 @@ from hostir.kernels.low_latency import (
     GATHERED,
     IN_FLIGHT,
     NO_ROWS,
+    POLLS,
     PROGRAMS,
     SECONDS_PER_POLL,
     Epilogue,
@@ -204,7 +205,7 @@ def test_a_gathered_part_keeps_all_bits_but_those_of_the_nan_of_only_ones(dtype:
 def test_a_kernel_gives_up_on_data_that_do_not_arrive_reports_the_rank_and_reads_nan(collective: str) -> None:
     ranks, size = 3, 8 * 700
     job = Ranks(ranks, 1, torch.bfloat16, size, collective=collective)
-    job.kernel = LowLatency(CPU, 1, job.slots, job.calls, job.timeouts, collective, seconds=4 * SECONDS_PER_POLL)
+    job.kernel = LowLatency(CPU, 1, job.slots, job.calls, job.timeouts, collective, seconds=POLLS * SECONDS_PER_POLL)
     data = [torch.randn(size * (ranks if collective == "reduce_scatter" else 1)).bfloat16() for _ in range(ranks)]
     out = torch.zeros(size * (ranks if collective == "allgather" else 1)).bfloat16()
     job.slot(1, 0, 0)[:] = ~_bits(job.part(data[0], 1)).view(-1)
@@ -219,6 +220,19 @@ def test_a_kernel_gives_up_on_data_that_do_not_arrive_reports_the_rank_and_reads
     else:
         assert torch.equal(out[:100], expected([job.part(x, 1) for x in data])[:100])
         assert out[100:].isnan().all()
+
+
+@pytest.mark.parametrize("collective", ["allreduce", "allgather"])
+def test_a_rank_that_waits_for_the_late_rank_too_is_not_reported(collective: str) -> None:
+    block = BLOCKS[1] // 2
+    job = Ranks(3, 1, torch.bfloat16, 6 * block, collective=collective)
+    job.kernel = LowLatency(CPU, 1, job.slots, job.calls, job.timeouts, collective, seconds=POLLS * SECONDS_PER_POLL)
+    data = [torch.randn(6 * block).bfloat16() for _ in range(3)]
+    ahead = (IN_FLIGHT + 1) * block  # it has sent so much when it waits for the first block of rank 2
+    job.slot(1, 0, 0)[:ahead] = ~_bits(data[0])[:ahead]
+    with multiprocessors(1):
+        job.kernel(data[1], torch.zeros(6 * block * (3 if collective == "allgather" else 1)).bfloat16())
+    assert job.timeouts[:, 0].tolist() == [0, 0, 1]
 
 
 def test_addresses_that_are_no_multiples_of_16_bytes_are_served() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from random import Random
 from types import SimpleNamespace
@@ -23,11 +23,11 @@ from hostir.call.rank import RankExecutor
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
 from hostir.job.groups import Groups
-from hostir.job.symmetric import SymmetricMemory
+from hostir.kernels.low_latency import BITS, GATHERED
 from hostir.machines.cuda import machine as cuda
 from hostir.machines.cuda import memory as cuda_memory
 from hostir.machines.cuda.machine import CudaMachine, CudaPlan
-from hostir.machines.cuda.memory import PeerMemory
+from hostir.machines.cuda.memory import ARRIVED, PeerMemory
 from hostir.machines.cuda.streams import calling_streams, communication_order, workers
 from tests.machines.cuda.simulated_gpus import CPU, Gpus, Shared, Stream, gpus, layers
 from tests.machines.cuda.test_flow_control import BODIES, program
@@ -324,25 +324,33 @@ def test_an_abort_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> 
     over.set()
 
 
-@pytest.mark.parametrize("done", [False, True])
-@pytest.mark.parametrize("shares", [False, True])
-def test_kernels_that_wait_are_ended_before_the_memory_of_a_failed_session_is_released(
-    shares: bool, done: bool
-) -> None:
-    log = list[str]()
+def test_a_gpu_works_while_a_stream_of_calls_or_of_the_memory_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stream(torch.cuda.Stream):
+        def __new__(cls) -> Stream:
+            return object.__new__(cls)
 
-    def release(memories: Sequence[object], abort: Callable[[], None], seconds: float) -> str:
-        log.append(f"ended {len(memories)}")
-        return ""
+        def __init__(self) -> None:
+            self.idle = True
 
-    sharing: Any = SimpleNamespace(release=release, close=lambda: log.append("closed"))
-    memory = SymmetricMemory(0, lambda key, mine: [mine], sharing)
-    if shares:
-        kept: Any = SimpleNamespace()
-        memory.met["digest", None] = kept
-    memory.end(done)
-    assert log == (["ended 1"] if shares and not done else []) + ["closed"]
-    assert not memory.met
+        def query(self) -> bool:
+            return self.idle
+
+    of_calls, aside = Stream(), Stream()
+    monkeypatch.setattr(cuda_memory, "calling_streams", lambda device: [of_calls])
+    memory: Any = SimpleNamespace(kept={"apart": aside, "calls": torch.zeros(1)})
+    working = PeerMemory(CPU, 0).working([memory])
+    assert not working()
+    for stream in (of_calls, aside):
+        stream.idle = False
+        assert working()
+        stream.idle = True
+
+
+@pytest.mark.parametrize("dtype", GATHERED)
+def test_slots_are_filled_with_what_the_kernel_takes_for_nan(dtype: torch.dtype) -> None:
+    filled = torch.full((64,), ARRIVED, dtype=torch.int16).view(BITS[dtype.itemsize])
+    assert (filled != 0).all(), "an element looks as if it were not there"
+    assert (~filled).view(dtype).float().view(-1, 2).isnan().any(1).all()
 
 
 def test_the_streams_of_calls_are_all_workers_and_the_latest_callers(gpus: Gpus) -> None:
