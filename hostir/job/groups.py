@@ -10,11 +10,12 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,32 +28,51 @@ from hostir.job.symmetric import Sharing, SymmetricMemory
 from hostir.job.watchdog import say
 
 PARTING = 10.0  # seconds that destroying the process groups may take
-EXITING = 5  # seconds that this process may take to exit after a failed session, while its GPU works
+EXITING = 5  # seconds after a failed session for the GPU to end its work, and then for this process to exit
+PAUSE = 0.01  # seconds between two looks at the GPU
 NO_TAG = 77  # no message has this tag
 ANEW = "start all ranks anew, or make another group of them"
 _numbers = itertools.count()
 _abandoned: list[Any] = []  # process groups of sessions that failed, which must not be destroyed
-# For each session that failed: the rank of this process, and a function that returns True while its GPU works.
-_failed: list[tuple[int, Callable[[], bool]]] = []
+
+
+class Failed(NamedTuple):
+    """A session that failed on a GPU: the rank, a function that says if the GPU still works, and what it may use."""
+
+    rank: int
+    working: Callable[[], bool]
+    used: object
+
+
+_failed: list[Failed] = []
 
 
 @atexit.register
 def _exit_in_time() -> None:
     """Make sure that this process exits after a session that failed, even if a kernel waits for a lost rank for ever.
 
-    While a process exits, CUDA waits for the kernels that run. So the operating system ends the process by SIGALRM if
-    it does not exit within EXITING seconds.
+    While a process exits, CUDA waits for the kernels that run. So if they do not end within EXITING seconds, the
+    operating system ends the process by SIGALRM after as many seconds.
     """
-    for rank, working in _failed:
+    deadline = time.monotonic() + EXITING
+    for each in _failed:
         with contextlib.suppress(RuntimeError):  # after an error of CUDA, a process can exit
-            if working():
+            while (works := each.working()) and time.monotonic() < deadline:
+                time.sleep(PAUSE)
+            if works:
                 hint = f"it may wait for a lost rank; this process ends within {EXITING} s"
-                say(Diagnostic(f"rank {rank}: its GPU has not ended its work", hint=hint))
+                say(Diagnostic(f"rank {each.rank}: its GPU has not ended its work", hint=hint))
                 signal.signal(signal.SIGALRM, signal.SIG_DFL)
                 signal.alarm(EXITING)
 
 
-os.register_at_fork(after_in_child=_failed.clear)
+os.register_at_fork(after_in_child=lambda: atexit.unregister(_exit_in_time))
+
+
+def _forget_idle() -> None:
+    """Free what sessions that failed used, if the GPU has ended its work."""
+    with contextlib.suppress(RuntimeError):
+        _failed[:] = [each for each in _failed if each.working()]
 
 
 def _alone(key: str, mine: str) -> list[str]:
@@ -161,6 +181,9 @@ class Groups:
     lock: Any = field(default_factory=threading.RLock)
     _messages: Groups | None = None
 
+    def __post_init__(self) -> None:
+        _forget_idle()
+
     def symmetric(self, sharing: Callable[[], Sharing]) -> SymmetricMemory:
         """Return the symmetric memory of the ranks of the session; create it on first use.
 
@@ -234,12 +257,14 @@ class Groups:
             its.made.clear()
             its.store = None
         self.streams.clear()
-        self.timeouts.clear()
         if self.memory is not None:
-            if not done:
-                _failed.append((self.rank, self.memory.working()))
-            self.memory.end()
+            if not done and self.device.type == "cuda":
+                # To free the memory now, CUDA would wait for kernels, which may wait for a lost rank.
+                used = [*self.memory.met.values()], [*self.timeouts.values()]
+                _failed.append(Failed(self.rank, self.memory.working(), used))
+            self.memory.end(done)
         self.memory = None
+        self.timeouts.clear()
         self._messages = None
         if self.native is not None:
             self.native.failed = not done

@@ -110,8 +110,11 @@ class Sharing(Protocol):
             seconds: the most seconds that this may take.
         """
 
-    def close(self) -> None:
-        """Close everything that this rank holds open, because the session ends. Plans keep their memory."""
+    def close(self, done: bool) -> None:
+        """Close everything that this rank holds open, because the session ends. Plans keep their memory.
+
+        `done` is False after a failure: then this method does not wait for work that uses memory.
+        """
 
     def begin(self, unrolled: UnrolledProgram, memory: SharedMemory) -> None:
         """Store data of the machine in the field `kept` of new memory, if the data must live as long as the memory."""
@@ -280,10 +283,13 @@ class SymmetricMemory:
         self.met: dict[ProgramKey, SharedMemory] = {}
         self.meetings = self.released = 0
 
-    def end(self) -> None:
-        """Release the memory of all programs, because the session ends. CUDA graphs of the caller keep their memory."""
+    def end(self, done: bool) -> None:
+        """Release the memory of all programs, because the session ends. CUDA graphs of the caller keep their memory.
+
+        `done` is False after a failure: then this rank may still use the memory.
+        """
         self.met.clear()
-        self.sharing.close()
+        self.sharing.close(done)
 
     def working(self) -> Callable[[], bool]:
         """Return a function that returns True while work that this rank has issued uses the memory of any rank."""

@@ -295,7 +295,8 @@ class LowLatency:
         assert collective in ("allreduce", "reduce_scatter", "allgather")
         assert epilogue is None or collective != "allgather"
         self.device, self.rank, self.slots, self.calls, self.collective = device, rank, slots, calls, collective
-        self.timeouts, self.polls = timeouts, max(int(seconds / SECONDS_PER_POLL / POLLS), 1)
+        polls = int(seconds / SECONDS_PER_POLL / POLLS)
+        self.timeouts, self.polls = timeouts, min(max(polls, 1), (1 << 31) - 1)  # 32 bits hold a week
         self.epilogue = epilogue
         self.room = slots[0].numel() * slots[0].element_size() // (2 * len(slots)) // VECTOR
         # The number of programs, the kernel, and its arguments after the tensors, by the size and the alignments.

@@ -14,6 +14,7 @@ from hostir.kernels import aten, gated, grouped, outer
 from hostir.kernels.devices import TooLargeError
 from hostir.kernels.flags.ready import ReadyFlags, no_timeouts
 from hostir.kernels.layout import rows
+from hostir.kernels.low_latency import GATHERED, PROGRAMS, LowLatency
 from hostir.kernels.matmul import matmul as workspace
 from hostir.kernels.matmul import workspaces
 from hostir.kernels.matmul.matmul import matmul, matmul_reference
@@ -491,3 +492,19 @@ def test_gates_and_their_gradients_match_float64(shape):
     for result, true in zip(results, wanted, strict=True):
         scale = float(true.abs().max())
         torch.testing.assert_close(result.double(), true, rtol=torch.finfo(result.dtype).eps, atol=1e-6 * scale)
+
+
+@pytest.mark.parametrize("dtype", GATHERED)
+@pytest.mark.parametrize("size", [512, 1 << 20])
+def test_a_gather_by_low_latency_gives_up_on_a_rank_that_sends_nothing(size, dtype):
+    slots = [torch.zeros(4 * size, dtype=dtype, device=CUDA) for _ in range(2)]
+    calls, timeouts = torch.zeros(PROGRAMS, dtype=torch.int32, device=CUDA), torch.zeros(2, 2, dtype=torch.int64)
+    device, timeouts = torch.device(CUDA, torch.cuda.current_device()), timeouts.pin_memory()
+    gather = LowLatency(device, 0, slots, calls, timeouts, "allgather", seconds=0.05)
+    part = torch.randn(size, device=CUDA).to(dtype)
+    out = torch.zeros(2 * size, dtype=dtype, device=CUDA)
+    gather(part, out)
+    torch.cuda.synchronize()
+    assert timeouts.tolist() == [[0, 0], [1, 0]]
+    assert torch.equal(out[:size].float(), part.float())
+    assert out[size:].float().isnan().all()

@@ -77,19 +77,37 @@ def test_groups_are_destroyed_by_a_thread_that_exists_and_one_that_fails_does_no
 
 
 FAILED = """
-import atexit, time
+import atexit, time, weakref
 from types import SimpleNamespace
 import torch
 atexit.register(time.sleep, {seconds})  # as CUDA waits for kernels; it runs after the handler of hostir
 from hostir.job import groups
 groups.EXITING = 1
-of_rank = groups.Groups(3, torch.device("cpu"))
+of_rank = groups.Groups(3, torch.device("cuda"))
+began = time.monotonic()
 def query():
     {query}
-of_rank.memory = SimpleNamespace(end=lambda: None, working=lambda: query)
+class Memory: pass
+memory = Memory()
+alive = weakref.ref(memory)
+of_rank.memory = SimpleNamespace(end=lambda done: None, working=lambda: query, met=dict(program=memory))
 of_rank.end(done={done})
+del memory
+assert (alive() is None) is {done}, "after a failure, kernels may still use the memory"
 print("ended")
 """
+FORGOTTEN = """
+import torch
+from hostir.job import groups
+groups._failed += [groups.Failed(rank, lambda rank=rank: rank == 1, None) for rank in range(3)]
+groups.Groups(0, torch.device("cpu"))
+assert [each.rank for each in groups._failed] == [1]
+groups._failed.clear()
+"""
+
+
+def test_a_new_session_frees_what_a_failed_one_used_once_its_gpu_is_idle() -> None:
+    subprocess.run([sys.executable, "-c", FORGOTTEN], timeout=50, check=True)
 
 
 @pytest.mark.parametrize(
@@ -97,6 +115,7 @@ print("ended")
     [
         (False, "return True", 60, True),
         (False, "return False", 2, False),
+        (False, "return time.monotonic() < began + 0.5", 2, False),
         (False, "raise RuntimeError('CUDA error')", 2, False),
         (True, "return True", 2, False),
     ],

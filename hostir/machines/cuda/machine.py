@@ -350,8 +350,8 @@ class CudaPlan:
         """Return an error for the timeouts and the misfits that the device has reported so far, or None.
 
         This method does not wait for the device. Every call and the watchdog's thread use it. If a kernel has given up
-        waiting, a late signal of a peer would count for the next call. So in this case the method also marks the groups
-        as abandoned: the ranks then renew their shared state before the next call.
+        waiting, a late signal or late data of a peer would count for the next call. So in this case the method also
+        marks the groups as abandoned: the ranks then renew their shared state before the next call.
         """
         reports = self.machine.timeouts
         problem = reports.problem()

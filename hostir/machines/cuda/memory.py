@@ -34,7 +34,7 @@ PATIENT, RAISING, ABORTED = 0.25, 0.5, 0.85
 PAGE = 1 << 20  # bytes of NaN that one copy stores
 PAUSE = 0.01  # seconds between two looks at the GPU
 # What fills the slots of `low_latency`, as an int16. No byte is 0, so all data look as if they had arrived. The kernel
-# inverts the bits to 0x7FFE, which is NaN in bf16 and f16, twice in f32, and at least every second time in fp8.
+# inverts the bits to 0x7FFE, which is NaN in bf16 and f16. Two of them are NaN in f32. In fp8, the byte 0x7F is NaN.
 ARRIVED = -(1 << 15) + 1
 # The priority of the stream that raises flags. CUDA clamps it to its range. Streams of another priority have other
 # hardware queues. If this stream shared a queue with a stream that waits, it would wait, too. Then the GPU would not
@@ -118,10 +118,16 @@ class PeerMemory:
         torch.cuda.synchronize(self.device)
 
     def working(self, memories: Sequence[SharedMemory]) -> Callable[[], bool]:
-        """Return a function that returns True while a stream has work on which this rank has issued calls."""
-        streams = calling_streams(self.device)
+        """Return a function that returns True while streams have work: those of calls, the default, and the current."""
+        streams, device = calling_streams(self.device), self.device
         streams += [kept for memory in memories for kept in memory.kept.values() if isinstance(kept, torch.cuda.Stream)]
-        return lambda: not all(stream.query() for stream in streams)
+
+        def working() -> bool:
+            cuda = device.type == "cuda"
+            more = (torch.cuda.default_stream(device), torch.cuda.current_stream(device)) if cuda else ()
+            return not all(stream.query() for stream in (*streams, *more))
+
+        return working
 
     def release(self, memories: Sequence[SharedMemory], abort: Callable[[], None], seconds: float) -> str:
         """Wait until all calls have ended on the GPU. If calls wait for peers too long, raise all flags of this rank.
@@ -217,9 +223,12 @@ class PeerMemory:
             return []
         return [handle.get_signal_pad(self.rank).view(torch.int32)]
 
-    def close(self) -> None:
-        """Free the memory that no plan uses. Other memory is freed by a later call, when its plans are gone."""
-        if not torch.cuda.is_current_stream_capturing():
+    def close(self, done: bool) -> None:
+        """Free the memory that no plan uses. Other memory is freed by a later call, when its plans are gone.
+
+        After a failure, all is left to a later call: to free memory, CUDA waits for the device.
+        """
+        if done and not torch.cuda.is_current_stream_capturing():
             release()
 
     def begin(self, unrolled: UnrolledProgram, memory: SharedMemory) -> None:

@@ -74,7 +74,7 @@ class SharedFiles:
         abort()
         return ""
 
-    def close(self) -> None:
+    def close(self, done: bool) -> None:
         """Close the lock file. No call may follow."""
         if self.unlock is not None:
             self.unlock()
