@@ -151,7 +151,10 @@ SUMMARY: Mapping[str, str] = {
     "scaled_matmul_scatter_2": "fp8: all-gather + matmul, matmul + reduce-scatter",
     "reshard_2": "collectives alone",
 }
-BY_MODE = {"graph": "functions of `hostir.torch`, replayed", "eager": "functions of `hostir.torch`, issued by Python"}
+BY_MODE = {
+    "graph": "functions of `hostir.torch` on 2 H100, replayed",
+    "eager": "functions of `hostir.torch` on 2 H100, issued by Python",
+}
 OURS = {"decoding": ("hostir", "two-shot")}  # hostir's way and the second peer, by kind of step
 OF_TRAINING = ("DTensor compiled, hostir's pass", "DTensor compiled, async TP")
 
@@ -178,18 +181,16 @@ def summary(results: Path = RESULTS / MACHINE, latest: Path = RESULTS / LATEST) 
     def rows_of(folder: Path, name: str) -> Rows:
         return json.loads((folder / f"{name}.json").read_text())["rows"]
 
-    compiled: dict[str, tuple[list[float], int]] = {}
+    compared: dict[str, tuple[list[float], int]] = {}
     for name, what in SUMMARY.items():
-        ratios, count = compiled.get(what, ([], 0))
+        ratios, count = compared.get(what, ([], 0))
         rows = rows_of(latest, name)
-        compiled[what] = ratios + compiled_ratios(rows), count + len(rows)
+        compared[what] = ratios + compiled_ratios(rows), count + len(rows)
     functions = rows_of(results, "torch_operators_2")
-    by_mode = {what: (mode_ratios(functions, mode), len(functions)) for mode, what in BY_MODE.items()}
-    tables = [steps(results)]
-    for machine, compared in ("2 H200", compiled), ("2 H100", by_mode):
-        lines = [[what, f"{faster(rs)} of {n}", f"{median(rs):.2f} x"] for what, (rs, n) in compared.items() if rs]
-        tables.append(table([machine, "sizes at which hostir is faster", "median speed-up"], lines))
-    return "\n\n".join(tables)
+    compared |= {what: (mode_ratios(functions, mode), len(functions)) for mode, what in BY_MODE.items()}
+    lines = [[what, f"{faster(rs)} of {n}", f"{median(rs):.2f} x"] for what, (rs, n) in compared.items() if rs]
+    text = table(["2 H200", "sizes at which hostir is faster", "median speed-up"], lines)
+    return f"{steps(results)}\n\n{text}"
 
 
 def functions(data: dict[str, Any]) -> str:
