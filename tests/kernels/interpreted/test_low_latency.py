@@ -18,6 +18,7 @@ from hostir.kernels.low_latency import (
     POLLS,
     PROGRAMS,
     SECONDS_PER_POLL,
+    VECTOR,
     Epilogue,
     LowLatency,
     RowTensors,
@@ -131,10 +132,10 @@ def test_collectives_of_all_kinds_and_sizes_take_turns_with_the_same_slots() -> 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_a_rank_gets_the_parts_of_all_ranks_in_their_order(ranks: int, dtype: torch.dtype) -> None:
     random = Random()
-    rank, room = random.randrange(ranks), 64 * 40
+    rank, room, unit = random.randrange(ranks), 64 * 40, VECTOR // dtype.itemsize
     job = Ranks(ranks, rank, dtype, room, collective="allgather")
     for number in range(4):
-        size = random.choice([16, 64, 16 * random.randrange(1, room // 16), room])
+        size = random.choice([unit, 64, unit * random.randrange(1, room // unit), room])
         parts = [torch.randn(size).to(dtype) for _ in range(ranks)]
         out = torch.full((ranks * size,), float("nan"), dtype=dtype)
         job.call(number, parts, out)
